@@ -1,0 +1,23 @@
+"""Callbacks for fastai under DistributedDataParallel, and the barrier utility that they stand on.
+
+The same names under both lines of fastai. What needs fastai is imported when it is first asked for."""
+from importlib import import_module
+from importlib.util import find_spec
+
+from . import checkpoint, distributed, errors
+from .checkpoint import *
+from .distributed import *
+from .errors import *
+
+__version__ = '0.1.0'
+
+_CALLBACKS = dict(DDPTrackerCallback='tracker', DDPSaveModelCallback='save_model', ddp_ctx='context')
+__all__ = [*errors.__all__, *distributed.__all__, *checkpoint.__all__, *_CALLBACKS]
+
+def __getattr__(name):
+    if name not in _CALLBACKS: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    if find_spec('fastai') is None: raise ImportError(f'{name} needs fastai: pip install fastai')
+    module = _CALLBACKS[name] if find_spec('fastai.learner') else 'fastai1'
+    return getattr(import_module(f'.{module}', __name__), name)
+
+def __dir__(): return sorted({*globals(), *__all__})

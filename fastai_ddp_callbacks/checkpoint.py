@@ -1,0 +1,252 @@
+"""One checkpoint file: written whole or not at all, verified when it is read, with its metadata inside.
+
+The file is what `torch.save` makes, so that stock fastai and torch load it. A zip archive may end in a comment, which
+they ignore: ours holds the metadata as JSON and a checksum over every byte before the checksum."""
+from __future__ import annotations
+import json, mmap, os, re, secrets, struct, time, warnings
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch, xxhash
+from torch.serialization import get_crc32_options, safe_globals, set_crc32_options
+
+from .errors import (CheckpointError, CheckpointWriteError, CorruptCheckpointError, MismatchedCheckpointError,
+                     NewerCheckpointError, UnsafeCheckpointError)
+
+__all__ = ['write_checkpoint', 'read_checkpoint', 'verify_checkpoint', 'read_metadata', 'model_state', 'load_model_state']
+
+_FORMAT = 1
+_FOOTER = struct.Struct('<8sHH16s') # magic, format, length of the JSON before it, checksum
+_MAGIC = b'fastaiDC'
+_END = 22 # bytes of zip's end record, whose last two are the length of the comment that follows
+_END_MAGIC = b'PK\5\6'
+
+
+# -- writing
+
+def write_checkpoint(
+    state, # what `torch.save` can save; to be readable here: tensors and plain values in lists and dicts
+    path:str|Path, # the file to make or replace; its folder is made too
+    meta:dict|None=None, # more metadata, that JSON can hold; `format`, `time`, `torch` and `checksum` are added
+) -> dict: # the metadata of the file
+    """Write `state` so that at every instant `path` is either what it was or the new checkpoint, whole and on disk.
+
+    `CheckpointWriteError` if that fails, with the old file unchanged and no other file left."""
+    path = Path(path)
+    meta = dict(meta or {}, format=_FORMAT, time=time.time(), torch=torch.__version__)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary,file = _open_beside(path)
+    except OSError as e: raise _write_error(e, path) from e
+    try:
+        with file:
+            out = _Sealed(file)
+            with _no_crc(): _save(state, out)
+            meta['checksum'] = out.seal(meta)
+            file.flush()
+            os.fsync(file.fileno()) # before the name points here: a power cut must not leave a name without bytes
+        os.replace(temporary, path)
+    except BaseException as e:
+        temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError): raise _write_error(e, path) from e
+        raise
+    _sync_folder(path.parent) # the new name itself
+    return meta
+
+def _write_error(e, path):
+    error = CheckpointWriteError(f'{path} could not be written: [Errno {e.errno}] {e.strerror or e}. What was there before is unchanged. '
+                                 'Free some space or choose another folder.', path)
+    error.errno = e.errno
+    return error
+
+def _open_beside(path):
+    "A new file in the folder of `path`, with the permissions that `path` has or the umask gives."
+    temporary = path.with_name(f'.{path.name[:100]}.{os.getpid()}-{secrets.token_hex(8)}.writing')
+    fd = os.open(temporary, os.O_WRONLY|os.O_CREAT|os.O_EXCL|getattr(os, 'O_CLOEXEC', 0), 0o666)
+    if path.exists(): os.fchmod(fd, path.stat().st_mode & 0o777)
+    return temporary,open(fd, 'wb', buffering=0)
+
+def _sync_folder(folder):
+    fd = os.open(folder, os.O_RDONLY)
+    try: os.fsync(fd)
+    finally: os.close(fd)
+
+@contextmanager
+def _no_crc():
+    "torch's own CRC is never checked by `torch.load`; our checksum takes its place at a tenth of the time."
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try: yield
+    finally: set_crc32_options(before)
+
+def _save(state, out):
+    try: torch.save(state, out)
+    except RuntimeError as e: # torch reports a failed write as an unexpected position
+        raise (out.error or e)
+
+
+class _Sealed:
+    "The file object that `torch.save` writes to: hashes what goes by, and ends it with our comment."
+    def __init__(self, file): self.file,self.hash,self.held,self.error = file,xxhash.xxh3_128(),b'',None
+
+    def write(self, data):
+        data = memoryview(data).cast('B')
+        if len(data) < _END: self._pass(memoryview(self.held+bytes(data)))
+        else:
+            self._put(self.held)
+            self._pass(data)
+        return len(data)
+
+    def _pass(self, data):
+        "Hold back what may be the end record."
+        cut = max(len(data)-_END, 0)
+        self._put(data[:cut])
+        self.held = bytes(data[cut:])
+
+    def _put(self, data):
+        self.hash.update(data)
+        self._write_all(data)
+
+    def _write_all(self, data):
+        try:
+            while len(data): data = data[self.file.write(data):]
+        except OSError as e:
+            self.error = e
+            raise
+
+    def flush(self): pass # torch calls it; the file has no buffer
+
+    def seal(self, meta):
+        "Write the end record with our comment after it; gives the checksum in hex."
+        text = json.dumps(meta).encode()
+        if len(text) + _FOOTER.size > 65535: raise ValueError(f'The metadata of a checkpoint must fit in 65 kB of JSON; these take {len(text)} bytes.')
+        head = _FOOTER.pack(_MAGIC, _FORMAT, len(text), b'')[:-16]
+        self._put(self.held[:-2] + struct.pack('<H', len(text)+_FOOTER.size) + text + head)
+        self._write_all(self.hash.digest())
+        return self.hash.hexdigest()
+
+
+# -- reading
+
+def read_metadata(
+    path:str|Path, # a checkpoint
+) -> dict|None: # None for a file of stock fastai or torch, which has none
+    "The metadata of a checkpoint, without reading its weights. `CheckpointError` if there is no whole end of a file."
+    with _opened(path) as f: return _footer(f, path)
+
+def verify_checkpoint(
+    path:str|Path, # a checkpoint
+) -> dict|None: # its metadata; None for a file of stock fastai or torch, which cannot be verified
+    "Read every byte of a checkpoint and compare the checksum. Nothing in it is executed. `CheckpointError` if damaged."
+    with _opened(path) as f:
+        meta = _footer(f, path)
+        if meta is not None: _verify(f, meta, path)
+        return meta
+
+def read_checkpoint(
+    path:str|Path, # a checkpoint of this package, or of stock fastai or torch
+    device='cpu', # where its tensors go
+    verify:bool=True, # whether to read all bytes and compare the checksum first
+    checksum:str|None=None, # of the one file that is meant, as `write_checkpoint` gave it
+) -> tuple: # (state, metadata); metadata is None for a file that this package did not write
+    """Load a checkpoint, safely: only tensors and plain values, whatever the file holds.
+
+    On the CPU the tensors are the mapped file itself, copied page by page when they are read. `CheckpointError` with
+    file and reason if the file is missing, another one, truncated, corrupt, unsafe or of a newer format."""
+    with _opened(path) as f:
+        meta = _footer(f, path)
+        if checksum is not None and (meta is None or meta['checksum'] != checksum):
+            raise CheckpointError(f'{path} is not the file that this run saved: something else has written it since. '
+                                  'Give each run a folder or a file name of its own.', path)
+        if verify and meta is not None: _verify(f, meta, path)
+        if meta is None: warnings.warn(f'{path} has no checksum (it was not written by this package): loaded without verification.', stacklevel=2)
+        f.seek(0)
+        zipped = f.read(2) == b'PK'
+        # the name may be given to a newer file at any moment: load the one that was verified
+        source = f'/proc/self/fd/{f.fileno()}' if os.path.exists('/proc/self/fd') else str(path)
+        try:
+            with safe_globals(_allowed()): return torch.load(source, map_location=device, weights_only=True, mmap=zipped),meta
+        except UnpicklingError as e:
+            raise UnsafeCheckpointError(f'{path} was refused: it holds more than tensors and plain values, so that loading it could run code '
+                                        f'({str(e).splitlines()[0]}). If you trust it, load it with torch.load(..., weights_only=False) yourself.', path) from e
+        except OSError as e: raise _read_error(e, path) from e
+        except (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, AssertionError, MemoryError) as e:
+            raise CorruptCheckpointError(f'{path} cannot be read as a checkpoint: {type(e).__name__}: {str(e)[:300]}', path) from e
+
+def _allowed():
+    "What the optimizer state of a stock fastai file holds beside tensors."
+    import numpy as np, sys
+    scalar = np._core.multiarray.scalar if hasattr(np, '_core') else np.core.multiarray.scalar
+    core = sys.modules.get('fastcore.foundation')
+    return [scalar, np.dtype, *(getattr(np.dtypes, o) for o in np.dtypes.__all__), *([core.L] if core else [])]
+
+@contextmanager
+def _opened(path):
+    try: f = open(path, 'rb')
+    except OSError as e: raise _read_error(e, path) from e
+    with f: yield f
+
+def _read_error(e, path): return CheckpointError(f'{path} could not be read: {e.strerror or e}.', path)
+
+def _footer(f, path):
+    "The metadata with the checksum, or None for what looks like a whole file of others."
+    size = f.seek(0, os.SEEK_END)
+    def tail(n):
+        f.seek(max(size-n, 0))
+        return f.read(n)
+    footer = tail(_FOOTER.size)
+    if len(footer) == _FOOTER.size and footer.startswith(_MAGIC):
+        _,version,n,digest = _FOOTER.unpack(footer)
+        if version > _FORMAT: raise NewerCheckpointError(f'{path} is of format {version}, this version of the package reads up to {_FORMAT}: update it.', path)
+        try: return dict(json.loads(tail(n+_FOOTER.size)[:n]), checksum=digest.hex())
+        except (TypeError, ValueError) as e: raise CorruptCheckpointError(f'{path} is corrupt: its metadata are unreadable.', path) from e
+    f.seek(0)
+    start,end = f.read(2),tail(_END)
+    if start == b'PK' and not (end.startswith(_END_MAGIC) and end.endswith(b'\0\0')) or size < _END:
+        raise CorruptCheckpointError(f'{path} is truncated or corrupt: it has {size} bytes and does not end as a checkpoint does.', path)
+    return None
+
+def _verify(f, meta, path):
+    seen = xxhash.xxh3_128()
+    with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+        n = len(view) - 16 # the checksum itself
+        for i in range(0, n, 1<<24): seen.update(view[i:min(i+(1<<24), n)])
+    if seen.hexdigest() != meta['checksum']: raise CorruptCheckpointError(f'{path} is corrupt: its bytes do not match its checksum. Use an earlier checkpoint.', path)
+
+
+# -- models
+
+def _bare(model):
+    "The model inside wrappers for distribution and compilation."
+    while True:
+        inner = getattr(model, '_orig_mod', None) or (model.module if isinstance(model, _WRAPPERS) else None)
+        if inner is None: return model
+        model = inner
+
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+def _plain_name(key): return re.sub(r'(^|(?<=\.))_orig_mod\.', '', re.sub(r'^(module\.)+', '', key))
+
+def model_state(model) -> dict:
+    "The state dict of a model, wrapped or not, with the names that the bare model has."
+    return {re.sub(r'(^|(?<=\.))_orig_mod\.', '', k):v for k,v in _bare(model).state_dict().items()}
+
+def load_model_state(
+    model, # wrapped or not
+    state:dict, # a state dict, saved from a wrapped or a bare model
+    path='', # the file that it comes from, for messages
+) -> None:
+    "Copy `state` into `model`; `MismatchedCheckpointError`, with the model unchanged, if names or shapes differ."
+    model = _bare(model)
+    own = model.state_dict()
+    if state.keys() != own.keys():
+        names = {_plain_name(k):k for k in own}
+        state = {names.get(_plain_name(k), k):v for k,v in state.items()}
+    def some(keys): return ', '.join(list(keys)[:3]) + (f' and {len(keys)-3} more' if len(keys) > 3 else '')
+    missing,extra = [k for k in own if k not in state],[k for k in state if k not in own]
+    other = [f'{k} ({tuple(state[k].shape)} in the file, {tuple(v.shape)} in the model)' for k,v in own.items()
+             if k in state and getattr(v, 'shape', None) != getattr(state[k], 'shape', None)]
+    wrong = '; '.join(f'{what} {some(keys)}' for what,keys in (('missing:', missing), ('not in the model:', extra), ('of another shape:', other)) if keys)
+    if wrong: raise MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model. {wrong}.', path)
+    model.load_state_dict(state)

@@ -1,0 +1,355 @@
+"""The control group: one exchange among all ranks, waits that end, failures that reach everyone.
+
+Everything here is private to `distributed.py`. A rendezvous is a single all-to-all of a small row per rank on a gloo
+group of our own, so that every rank sees where every other one is. A message from each rank to each other has no
+chain of neighbours in it: whoever dies is seen at once by all who wait.
+
+What goes wrong outside a rendezvous is written as a note into the job's store, at most one per generation. A rank that
+waits looks there every now and then. After a note the group is given up (its last exchange may never end) and the
+ranks meet in a group of the next generation."""
+from __future__ import annotations
+import ctypes, hashlib, json, os, socket, struct, threading, time, traceback, warnings
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch, torch.distributed as dist
+
+from .errors import BarrierMismatchError, BarrierTimeoutError, DDPError, RankFailedError
+
+NOTHING, BOOL, INT, FLOAT, BYTES, FAILED = range(6) # what a row carries
+_FIRST_LOOK, _SLOWEST_LOOK = 0.05, 0.5 # seconds between looks at the store while waiting
+_HEAD = struct.Struct('<4q')
+_INLINE,_FEW_RANKS = 480,64 # so many bytes ride along in a row, up to so many ranks: they cost no time, but traffic
+_TEXT = 8192 # bytes per rank in the exchange of words, which only happens when something is wrong
+
+
+class Place(NamedTuple):
+    "Where a rank is: `call` must be the same on all ranks, `where` is for the reader."
+    call:str
+    where:str
+    def __str__(self): return self.call if self.call.endswith(self.where) else f'{self.call} at {self.where}'
+
+
+class Row(NamedTuple):
+    "What one rank brings to a rendezvous: four int64, and a few bytes if they are few."
+    place:int
+    kind:int
+    bits:int # a number, or how many bytes there are
+    entered:int # ns since the epoch on that rank's clock
+    data:bytes = b'' # all of them, or nothing
+
+
+@lru_cache(1024)
+def _hash(text): return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), 'little', signed=True)
+
+
+def _alive(pid):
+    "The start time of process `pid`, 0 if it has none that can be read, None if it is gone or a zombie."
+    try:
+        with open(f'/proc/{pid}/stat') as f: fields = f.read().rpartition(')')[2].split()
+        return None if fields[0] in 'ZX' else int(fields[19])
+    except FileNotFoundError:
+        if os.path.exists('/proc/self/stat'): return None
+    except ProcessLookupError: return None # it went between open and read
+    try: os.kill(pid, 0)
+    except ProcessLookupError: return None
+    except PermissionError: return 0 # somebody else's, so alive
+    return 0
+
+
+def _host():
+    "What tells whether two ranks can see each other's process number."
+    try: space = os.readlink('/proc/self/ns/pid')
+    except OSError: space = ''
+    return f'{socket.gethostname()} {space}'
+
+
+def _describe(error, place, rank):
+    "An exception as a note."
+    frames = traceback.extract_tb(error.__traceback__)
+    if place is None: place = f'{frames[-1].name} at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}' if frames else ''
+    return dict(kind='failed', rank=rank, place=str(place), type=type(error).__name__, text=str(error),
+                traceback=''.join(traceback.format_exception(type(error), error, error.__traceback__)))
+
+
+def _pack(note):
+    "A note in at most `_TEXT` bytes; the beginning of the text and the end of the traceback are kept."
+    note = {k:(v[-4000:] if k == 'traceback' else v[:1500]) if isinstance(v, str) else v for k,v in note.items()}
+    while True:
+        data = json.dumps(note, ensure_ascii=False).encode(errors='backslashreplace')
+        if len(data) <= _TEXT: return data
+        longest = max((k for k in note if isinstance(note[k], str)), key=lambda k: len(note[k]))
+        keep = len(note[longest])//2
+        note[longest] = note[longest][-keep:] if longest == 'traceback' else note[longest][:keep]
+
+
+class Control:
+    "The control traffic of this process in one default process group."
+    def __init__(self):
+        self.world,self.pid = dist.group.WORLD,os.getpid()
+        self.rank,self.size = dist.get_rank(),dist.get_world_size()
+        self.inline = _INLINE if self.size <= _FEW_RANKS else 0
+        store = dist.distributed_c10d._get_default_store()
+        # A connection of our own: it neither blocks the one that torch uses nor keeps the store's server alive after
+        # `destroy_process_group`, which would keep its port busy.
+        store = dist.PrefixStore('fastai_ddp_callbacks', store.clone() if hasattr(store, 'clone') else store)
+        # Some launchers keep one store over several process groups: count the groups that this rank has seen.
+        self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
+        self.generation,self.count = 0,0 # groups given up so far; rendezvous so far
+        self.group,self.peers,self.pending = None,None,None
+        self.last = None # the last place where all met, and when
+        self.lock = threading.Lock()
+
+    # -- the rendezvous
+
+    def meet(self,
+        place, # `Place`
+        timeout, # seconds
+        kind=NOTHING, bits=0, data=b'', # what this rank brings
+        failure=None, # the exception with which this rank comes, if it has failed
+    ): # list of `Row`, one per rank
+        "Meet all ranks at `place`. Raises on every rank if one has failed, is elsewhere, or does not come."
+        with self._waiting(place):
+            deadline = time.monotonic() + timeout
+            self._join(place, timeout, deadline)
+            row = Row(_hash(place.call), FAILED if failure else kind, bits, time.time_ns(), data if len(data) <= self.inline else b'')
+            rows = self._exchange(_HEAD.pack(*row[:4]) + row.data.ljust(self.inline, b'\0'), place, timeout, deadline)
+            table = [self._row(o) for o in rows]
+            self._met(place)
+            # Those who came first may have given up meanwhile; their messages were still under way.
+            if row.entered - min(o.entered for o in table) > _FIRST_LOOK*1e9: self._look()
+            if any(o.kind == FAILED or o.place != row.place for o in table): self._complain(place, failure, timeout)
+            return table
+
+    def send(self, data, n, src, place, timeout):
+        "The `n` bytes of rank `src`, on every rank: for those that were too many to come with the row that told `n`."
+        with self._waiting(place):
+            t = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == src else torch.empty(n, dtype=torch.uint8)
+            t,opts = t.to(self.device),dist.BroadcastOptions()
+            opts.rootRank,opts.rootTensor = src,0
+            self._wait(self.group.broadcast([t], opts), place, timeout, time.monotonic()+timeout)
+            return t.cpu().numpy().tobytes()
+
+    def node(self, place, timeout):
+        "The ranks that run on this rank's host, in order. A rendezvous of all ranks the first time."
+        with self._waiting(place): self._join(place, timeout, time.monotonic()+timeout)
+        return [r for r,o in enumerate(self.peers) if o[0] == self.peers[self.rank][0]]
+
+    @contextmanager
+    def _waiting(self, place):
+        "One rendezvous at a time; whatever ends it early is told to the others."
+        if os.getpid() != self.pid:
+            raise DDPError(f'{place} was called in a process forked from rank {self.rank} (a data loader\'s worker?). '
+                           'Only the rank itself can meet the other ranks.')
+        if not self.lock.acquire(blocking=False):
+            raise DDPError(f'{place} was called on rank {self.rank} while another of its threads waits in a rendezvous. '
+                           'Let one thread of each rank do all the meeting.')
+        try: yield
+        except BaseException as e:
+            self.report(e, place)
+            raise
+        finally: self.lock.release()
+
+    def _met(self, place): self.count,self.last,self.pending = self.count+1,(place, time.monotonic()),None
+
+    def _row(self, data):
+        head = _HEAD.unpack_from(data)
+        n = head[2] if head[1] == BYTES and head[2] <= self.inline else 0
+        return Row(*head, data[_HEAD.size:_HEAD.size+n])
+
+    def _exchange(self, data, place, timeout, deadline):
+        "`data` of every rank, on every rank; it is equally long on all of them."
+        row = torch.frombuffer(bytearray(data*self.size), dtype=torch.uint8).to(self.device)
+        out,opts = torch.empty_like(row),dist.AllToAllOptions()
+        opts.timeout = timedelta(seconds=timeout+1) # ours comes first; after that gloo lets go of it too
+        self._wait(self.group.alltoall_base(out, row, [], [], opts), place, timeout, deadline)
+        out,n = out.cpu().numpy().tobytes(),len(data)
+        return [out[i:i+n] for i in range(0, len(out), n)]
+
+    def _complain(self, place, failure, timeout):
+        "All ranks know that something is wrong: tell each other what, and raise."
+        note = _describe(failure, place, self.rank) if failure else dict(kind='here', rank=self.rank, place=str(place), call=place.call)
+        rows = self._exchange(_pack(note).ljust(_TEXT), place, timeout, time.monotonic()+timeout)
+        self._met(place)
+        notes = [json.loads(o) for o in rows]
+        if failure: raise self._known(failure)
+        for o in notes:
+            if o['kind'] == 'failed': raise self._error(o, place)
+        places = {o['rank']:o['place'] for o in notes}
+        raise self._known(BarrierMismatchError('The ranks are at different places:\n' + ''.join(
+            f'  rank {r}: {p}\n' for r,p in places.items()) + 'Each rendezvous must be reached by all ranks in the same order. '
+            'Look for a branch on the rank around one of these places; `run_on_main` is for what one rank does alone.', places=places))
+
+    # -- waiting
+
+    def _wait(self, work, place, timeout, deadline):
+        "Wait for `work`; raise if a rank fails, dies, or does not come before `deadline`."
+        self.pending,pause = work,_FIRST_LOOK
+        while True:
+            try:
+                if self._finished(work, min(pause, max(deadline-time.monotonic(), 0.001))): break
+            except RuntimeError as e: self._lost(e, place)
+            if pause == _FIRST_LOOK: self._announce(place)
+            self._look()
+            if pause == _SLOWEST_LOOK and self._dead(): self._lost(None, place)
+            if time.monotonic() >= deadline:
+                time.sleep(2*_FIRST_LOOK) # a rank that comes in the last moment is not missing
+                if self._finished(work, 0.001): break
+                self._give_up(place, timeout)
+            pause = min(2*pause, _SLOWEST_LOOK)
+        self.pending = None
+
+    def _finished(self, work, seconds):
+        "Whether `work` ends within `seconds`; raises what made it fail."
+        if self.group is self.world: # `wait` of other backends may return early or never
+            end = time.monotonic() + seconds
+            while not work.is_completed():
+                if time.monotonic() > end: return False
+                time.sleep(0.0005)
+        else:
+            try:
+                work.wait(timedelta(seconds=seconds))
+                return True
+            except RuntimeError:
+                if not work.is_completed(): return False # the wait was over, the work goes on
+        work.wait()
+        return True
+
+    def _join(self, place, timeout, deadline):
+        "Make the group of this generation, once all ranks ask for it."
+        if self.group is not None: return
+        if not dist.is_gloo_available():
+            if self.generation: raise DDPError(f'{place}: an earlier failure has broken the default process group, which is the only '
+                'one here as torch was built without gloo. Destroy it and initialise a new one.')
+            self.group,self.device = self.world,self.world._device_types[0]
+        else: self.group,self.device = self._make_group(place, timeout, deadline),torch.device('cpu')
+        me = struct.pack('<3q', _hash(_host()), os.getpid(), _alive(os.getpid()) or 0)
+        self.peers = [struct.unpack('<3q', o) for o in self._exchange(me, place, timeout, deadline)]
+
+    def _make_group(self, place, timeout, deadline):
+        self._announce(place)
+        key,pause = f'joined/{self.generation}',0.001
+        self.store.add(key, 1)
+        while self.store.add(key, 0) < self.size:
+            self._look()
+            if pause == _SLOWEST_LOOK and self._dead(): self._lost(None, place)
+            if time.monotonic() >= deadline: self._give_up(place, timeout)
+            time.sleep(pause)
+            pause = min(2*pause, _SLOWEST_LOOK)
+        store = dist.PrefixStore(f'group/{self.generation}', self.store)
+        try: return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout))
+        except RuntimeError as e: self._lost(e, place)
+
+    # -- failures
+
+    def report(self,
+        error, # exception that leaves this rank's part of the work
+        place=None, # where; by default the line that raised it
+    ):
+        "Tell the other ranks of `error`, unless all of them know it already."
+        if getattr(error, '_known_at', None) == (id(self), self.count): return
+        try: self._post(_describe(error, place, self.rank))
+        except RuntimeError as e: warnings.warn(f'rank {self.rank} could not tell the other ranks that it failed: {e}')
+        self._known(error)
+
+    def cause(self):
+        "The error that another rank has told of in this generation, or None."
+        note = self._note()
+        return None if note is None or note['rank'] == self.rank else self._error(note, None)
+
+    def _post(self, note):
+        "Put `note` where all ranks look, and give up the group. Returns the note of this generation: the first one."
+        try: note = json.loads(self.store.compare_set(f'note/{self.generation+1}', '', _pack(note).decode()))
+        finally: self._abandon()
+        return note
+
+    def _note(self):
+        key = f'note/{self.generation+1}'
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def _look(self):
+        "Raise if a rank has told of a failure."
+        try: note = self._note()
+        except RuntimeError as e: self._lost(e, None)
+        if note is not None:
+            self._abandon()
+            raise self._error(note, None)
+
+    def _abandon(self):
+        if self.pending is not None and not self.pending.is_completed():
+            # The destructor of a gloo group waits for what is under way, which may be for ever: never destroy this one.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+        self.group,self.pending = None,None
+        self.generation,self.count = self.generation+1,self.count+1
+
+    def _known(self, error):
+        "Mark `error` as one that every rank has heard of."
+        error._known_at = (id(self), self.count)
+        return error
+
+    def _error(self, note, place):
+        "The exception for a note, to be raised on this rank."
+        here = f'\n(Raised on rank {self.rank} at {place}.)' if place else f'\n(Raised on rank {self.rank}.)'
+        if note['kind'] == 'timeout':
+            return self._known(BarrierTimeoutError(note['text'] + here, place=note['place'], missing=note['missing'], seconds=note['seconds']))
+        first = f"rank {note['rank']} failed in {note['place']}: {note['type']}: {note['text']}" if note['kind'] == 'failed' else note['text']
+        tail = f"\n\nTraceback of rank {note['rank']}:\n{note['traceback']}" if note.get('traceback') else ''
+        return self._known(RankFailedError(first + here + tail, rank=note['rank'], place=note['place'], error_type=note['type'],
+                                           error_text=note['text'], traceback_text=note.get('traceback', '')))
+
+    # -- who is missing
+
+    def _announce(self, place):
+        "Say in the store that this rank waits, for whoever must tell who is missing."
+        self.store.set(f'at/{self.rank}', f'{self.generation}/{self.count}')
+
+    def _missing(self):
+        "The ranks that have not said that they wait here too."
+        here = f'{self.generation}/{self.count}'.encode()
+        return [r for r in range(self.size) if not (self.store.check([f'at/{r}']) and self.store.get(f'at/{r}') == here)]
+
+    def _dead(self):
+        "The ranks on this host whose process is gone."
+        if self.peers is None: return []
+        host = self.peers[self.rank][0]
+        return [r for r,(h,pid,start) in enumerate(self.peers) if h == host and _alive(pid) not in (start, 0)]
+
+    def _seen(self):
+        if self.last is None: return 'not seen at any rendezvous yet'
+        return f'last seen leaving {self.last[0]}, {time.monotonic()-self.last[1]:.1f} s ago'
+
+    def _give_up(self, place, timeout):
+        self._look()
+        missing = self._missing()
+        who = ', '.join(f'rank {r}' for r in missing)
+        text = (f'{place}: waited {timeout:g} s for {who}.\n' + ''.join(f'  rank {r}: {self._seen()}\n' for r in missing) +
+                'Either it is slow (give this rendezvous more time) or it will never come (look for a branch on the rank, '
+                'or a loop with another number of turns there).')
+        raise self._error(self._post(dict(kind='timeout', rank=self.rank, place=str(place), type='BarrierTimeoutError', text=text,
+                                          missing=missing, seconds=timeout)), place)
+
+    def _lost(self, error, place):
+        "A connection is closed or a process is gone: find out whose, tell everyone, raise."
+        end,dead = time.monotonic()+1.5,[]
+        try:
+            self._announce(place)
+            while time.monotonic() < end and not dead:
+                note = self._note() # a rank that failed said so before it went
+                if note is not None: break
+                dead = self._dead()
+                time.sleep(_FIRST_LOOK)
+            else: note = None
+            missing = dead or [r for r in self._missing() if r != self.rank]
+        except RuntimeError as e: # the store went with the process that kept it
+            error,note,missing = e,None,self._dead()
+        if note is not None:
+            self._abandon()
+            raise self._error(note, place) from error
+        who = ', '.join(f'rank {r}' for r in missing) or 'a rank that kept the job\'s store (rank 0 under most launchers)'
+        what = 'its process is gone: it was killed, or it exited early' if dead else 'the connection is closed, and it gives no sign of life'
+        note = dict(kind='dead', rank=missing[0] if missing else None, place=self._seen(), type='ProcessDied',
+                    text=f'{who} died ({what}; {self._seen()}).' + (f' The network said: {error}' if error else ''))
+        with suppress(RuntimeError): note = self._post(note) # without the store nobody is left to tell
+        raise self._error(note, place) from error
