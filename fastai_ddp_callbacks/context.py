@@ -2,12 +2,14 @@
 from __future__ import annotations
 import os, warnings
 from contextlib import contextmanager
+from copy import deepcopy
 
 import torch, torch.distributed as dist
 from accelerate import Accelerator
 from fastai.callback.progress import ProgressCallback
 from fastai.distributed import DistributedDL, DistributedTrainer, _hidden_params
-from fastai.torch_core import delegates
+from fastai.callback.schedule import ParamScheduler
+from fastai.torch_core import delegates, get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import rank, reports_failure, world_size
@@ -32,6 +34,10 @@ class _DDPTrainer(DistributedTrainer):
         if isinstance(dl, DistributedDL): return dl
         return _DDPLoader(dl, rank(), world_size(), device=next(self.learn.model.parameters()).device)
 
+    def before_fit(self):
+        if hasattr(self.learn, 'lr_finder'): _restore_from_memory(self.learn.lr_finder)
+        super().before_fit()
+
     def after_fit(self):
         super().after_fit()
         self.old_dls = None
@@ -42,11 +48,26 @@ class _DDPTrainer(DistributedTrainer):
         if self.old_dls is not None: self.learn.dls.loaders = self.old_dls
 
 
+def _restore_from_memory(finder):
+    """Let `lr_find` keep the weights in the memory of each rank. Stock keeps them in a file, which rank 0 alone writes, in a
+    folder of a random name, so that the others neither find it nor come to the barrier in which rank 0 waits to load it."""
+    learn,kept = finder.learn,[]
+    def before_fit():
+        ParamScheduler.before_fit(finder)
+        kept.extend(to_cpu(deepcopy(o.state_dict())) for o in (get_model(learn.model), learn.opt))
+        finder.best_loss = float('inf')
+    def after_fit():
+        learn.opt.zero_grad()
+        get_model(learn.model).load_state_dict(kept[0])
+        learn.opt.load_state_dict(to_device(kept[1], next(learn.model.parameters()).device))
+    finder.before_fit,finder.after_fit = before_fit,after_fit
+
+
 @contextmanager
 @delegates(Accelerator, but=_hidden_params)
 def ddp_ctx(
     learn, # the `Learner` to train; its `dls` tell whether on GPUs or on the CPU
-    sync_bn=True, # Whether to replace all batch norm with `nn.SyncBatchNorm`
+    sync_bn=True, # Whether to replace all batch norm with `nn.SyncBatchNorm`, which exists on GPUs only
     **kwargs
 ):
     """Adapt a learner to DistributedDataParallel, as `learn.distrib_ctx()` does; also on the CPU with gloo, and with one rank.
@@ -60,7 +81,7 @@ def ddp_ctx(
     with _environment(), reports_failure():
         if world_size() == 1: yield learn
         else:
-            with _distributed(learn, _DDPTrainer(sync_bn, **{'cpu':cpu, **kwargs})): yield learn
+            with _distributed(learn, _DDPTrainer(sync_bn and not cpu, **{'cpu':cpu, **kwargs})): yield learn
 
 def _make_group(cpu):
     local = int(os.environ.get('LOCAL_RANK', os.environ['RANK']))

@@ -3,7 +3,7 @@
 Needs torch, not fastai. Ranks are those of the default process group; without one, or in a group of one, everything
 here has its single-process meaning and costs next to nothing."""
 from __future__ import annotations
-import math, os, pickle, struct, sys, threading, warnings
+import atexit, math, os, pickle, struct, sys, threading, warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -231,6 +231,12 @@ def _get_control():
         return None
     if _control is None or _control.world is not dist.group.WORLD: _control = Control()
     return _control
+
+@atexit.register
+def _leave():
+    "Close the group while its threads can still be joined: left to the end of the interpreter, it sometimes aborts the process."
+    global _control
+    _control = None
 
 def _caller():
     "File and line of the code that called into this module."

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 from fastai.callback.tracker import SaveModelCallback
-from fastai.torch_core import Tensor, apply, store_attr
+from fastai.torch_core import Tensor, apply
 
 from .checkpoint import load_model_state, model_state, read_checkpoint, write_checkpoint
 from .distributed import barrier, run_on_main, say, together
@@ -13,7 +13,7 @@ from .tracker import DDPTrackerCallback
 __all__ = ['DDPSaveModelCallback']
 
 
-class DDPSaveModelCallback(SaveModelCallback, DDPTrackerCallback):
+class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     """A `SaveModelCallback` for which rank 0 saves while the others wait, and all ranks load the best at the end.
 
     `last_saved_path` and `best` are the same on every rank and stay on this object after `fit`. Only what this callback
@@ -32,24 +32,21 @@ class DDPSaveModelCallback(SaveModelCallback, DDPTrackerCallback):
         reduce='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
     ):
         if every_epoch and at_end: raise ValueError('DDPSaveModelCallback: every_epoch and at_end cannot both be set. Use two callbacks.')
-        DDPTrackerCallback.__init__(self, monitor=monitor, comp=comp, min_delta=min_delta, reset_on_fit=reset_on_fit, reduce=reduce)
-        store_attr('fname,every_epoch,at_end,with_opt')
-        self.last_saved_path = self._best = None
+        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
+        self._best = None # path and checksum of the file that `best` belongs to
 
     def _forget(self):
         super()._forget()
-        self._best = None # path and checksum of the file that `best` belongs to
-
-    def before_epoch(self): self._cancelled = False
-    def after_cancel_epoch(self): self._cancelled = True
+        self._best = None
 
     def after_epoch(self):
         "Save if the agreed value is the best so far, or if a save is due after this epoch."
-        if not self._training or self._cancelled: return
-        if self.every_epoch:
-            if self.epoch%self.every_epoch == 0: self._save(f'{self.fname}_{self.epoch}')
-            return
-        DDPTrackerCallback.after_epoch(self)
+        if not self.every_epoch: return super().after_epoch()
+        if self._trained and self.epoch%self.every_epoch == 0: self._save(f'{self.fname}_{self.epoch}')
+        self._trained = False
+
+    def _decide(self, val):
+        super()._decide(val)
         if self.new_best:
             say(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
             self._best = self._save(self.fname)
@@ -57,7 +54,7 @@ class DDPSaveModelCallback(SaveModelCallback, DDPTrackerCallback):
     def after_fit(self):
         "Load the best model, or save the last one."
         trained = self._training
-        DDPTrackerCallback.after_fit(self)
+        super().after_fit()
         if not trained: return
         if self.at_end: self._save(self.fname)
         elif not self.every_epoch: self._load_best()

@@ -3,36 +3,42 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from fastai.callback.tracker import TrackerCallback
+from fastai.callback.core import CancelFitException
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 
 from .context import hide_stray_environment, restore_environment
-from .distributed import REDUCTIONS, agree, reports_failure
+from .distributed import REDUCTIONS, agree, reports_failure, say
 
-__all__ = ['DDPTrackerCallback']
+__all__ = ['DDPTrackerCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateau']
+
+_HIGHER_IS_BETTER = ('acc', 'precision', 'recall', 'f1', 'fbeta', 'f_beta', 'auc', 'dice', 'jaccard', 'iou', 'kappa', 'matthews', 'corr',
+                     'r2', 'bleu', 'score', 'map', 'top_k', 'variance')
 
 
 class DDPTrackerCallback(TrackerCallback):
-    "A `TrackerCallback` that follows one value, agreed upon by all ranks, so that they all decide alike."
-    name = 'tracker'
+    """A `TrackerCallback` that follows one value, agreed upon by all ranks, so that they all decide alike.
+
+    An epoch without a value on any rank (skipped, cancelled, not validated) decides nothing. NaN and infinity are never
+    best. `ValueError` on every rank, before the first batch, if the Recorder has no column `monitor`."""
+    name,_training,_trained,_validated = 'tracker',False,False,False
 
     def __init__(self,
         monitor='valid_loss', # value (usually loss or metric) being monitored.
         comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
         min_delta=0., # minimum delta between the last monitor value and the best monitor value.
         reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
-        reduce='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        reduce='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        **kwargs
     ):
-        super().__init__(monitor=monitor, comp=comp, min_delta=min_delta, reset_on_fit=reset_on_fit)
-        self._reduce_by(reduce)
-
-    def _reduce_by(self, reduce):
         if reduce not in REDUCTIONS: raise ValueError(f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.')
-        self.reduce,self.new_best,self._training = reduce,False,False
+        super().__init__(monitor=monitor, comp=comp, min_delta=min_delta, reset_on_fit=reset_on_fit, **kwargs)
+        self.reduce,self.new_best = reduce,False
+        self._guessed = comp is None and 'loss' not in monitor and 'error' not in monitor and not any(o in monitor.lower() for o in _HIGHER_IS_BETTER)
 
     def before_fit(self):
         "Take no part in `lr_find` and `get_preds`."
         self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        self._training = False # `validate` gets as far as here too, and no further
+        self._training = False # `validate` comes as far as here too, and no further
 
     def before_train(self):
         "Prepare the monitored value, once per fit."
@@ -41,45 +47,113 @@ class DDPTrackerCallback(TrackerCallback):
 
     def _start(self):
         hide_stray_environment()
+        names = sum(self._columns(), [])
         with reports_failure(f'{self.name}.before_train'):
-            names = self._columns()
             if self.monitor not in names:
                 raise ValueError(f'{type(self).__name__}(monitor={self.monitor!r}): no such column. The Recorder has {", ".join(names)}.')
-        self.idx,self.new_best = names.index(self.monitor),False
+        if self._guessed: say(f'{type(self).__name__}: higher {self.monitor} is taken to be better. Pass comp=np.less if lower is, comp=np.greater '
+                              'to say so.', warn=True)
+        self.idx,self.new_best,self._guessed = names.index(self.monitor),False,False
         if self.reset_on_fit or self.best is None: self._forget()
 
     def _forget(self): self.best = float('inf') if self.comp == np.less else -float('inf')
 
+    # What an epoch has gone through: its last record may be of an earlier one, if a callback has cancelled it early on.
+    def after_train(self): self._trained = True
+    def after_validate(self): self._validated = True
+    def after_cancel_epoch(self): self._trained = self._validated = False
+
     def _columns(self):
-        "The names of what the Recorder records in this epoch: a cancelled part has no columns."
-        names = list(self.recorder.metric_names[1:len(self.recorder.metric_names)-bool(self.recorder.add_time)])
-        n_train = 1 + len(self.recorder.metrics)*bool(self.recorder.train_metrics)
-        train = [] if getattr(self.recorder, 'cancel_train', False) else names[:n_train]
-        return train + ([] if getattr(self.recorder, 'cancel_valid', False) else names[n_train:])
+        "The names of what the Recorder records in training and in validation."
+        r = self.recorder
+        names,n_train = list(r.metric_names[1:len(r.metric_names)-bool(r.add_time)]),1+len(r.metrics)*bool(r.train_metrics)
+        return names[:n_train],names[n_train:]
 
     def _own_value(self):
-        "This rank's value of the epoch, None if it has none."
-        values = self.recorder.values[-1] if self.recorder.values else []
-        return dict(zip(self._columns(), values)).get(self.monitor)
+        "This rank's value of the epoch, None if it has none. A cancelled part has no columns."
+        train,valid = self._columns()
+        present = train*(self._trained and not self.recorder.cancel_train) + valid*(self._validated and not self.recorder.cancel_valid)
+        return dict(zip(present, self.recorder.values[-1])).get(self.monitor)
 
     def _agreed_value(self):
         "The value of all ranks. Trackers of the same column share one collective."
-        record = self.recorder.values[-1] if self.recorder.values else None
-        epoch,agreed = getattr(self.learn, '_agreed_values', (None, {}))
-        if epoch is not record or record is None: self.learn._agreed_values = record,(agreed := {})
+        epoch,agreed = getattr(self.learn, '_agreed_values', (None, None))
+        if epoch is not self.recorder.values[-1]: # a list of its own for every epoch
+            agreed = {}
+            self.learn._agreed_values = self.recorder.values[-1],agreed
         key = self.monitor,self.reduce
         if key not in agreed: agreed[key] = agree(self._own_value(), self.reduce, f'{self.monitor} of epoch {self.epoch}')
         return agreed[key]
 
     def after_epoch(self):
-        "Agree on the last value and compare it to the best up to now."
-        if self._training: self._compare(self._agreed_value())
+        "Agree on the last value and decide."
+        self.new_best = False
+        if not self._training: return
+        val = self._agreed_value()
+        self._trained = self._validated = False
+        if val is not None: self._decide(val)
+
+    def _decide(self, val):
+        "Compare the value to the best up to now."
+        # nothing is less or greater than NaN, but a comparison that a user wrote may say otherwise
+        self.new_best = math.isfinite(val) and bool(self.comp(val - self.min_delta, self.best))
+        if self.new_best: self.best = val
 
     def after_fit(self):
         restore_environment()
         self._training = False
 
-    def _compare(self, val):
-        # nothing compares to NaN, but `not nan <= best` is true for a comparison that a user may have written so
-        self.new_best = val is not None and math.isfinite(val) and bool(self.comp(val - self.min_delta, self.best))
-        if self.new_best: self.best = val
+
+class _Patient(DDPTrackerCallback):
+    "Counts the epochs without improvement, and acts after `patience` of them."
+    wait = 0
+
+    def _start(self):
+        super()._start()
+        self.wait = 0
+
+    def _decide(self, val):
+        super()._decide(val)
+        self.wait = 0 if self.new_best else self.wait+1
+        if self.wait and self.wait >= self.patience: self._act()
+
+
+class DDPEarlyStoppingCallback(_Patient, EarlyStoppingCallback):
+    "An `EarlyStoppingCallback` that stops all ranks after the same epoch. `patience` counts epochs, whatever the world size."
+    name = 'early_stopping'
+
+    def __init__(self,
+        monitor='valid_loss', # value (usually loss or metric) being monitored.
+        comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
+        min_delta=0., # minimum delta between the last monitor value and the best monitor value.
+        patience=1, # number of epochs to wait when training has not improved model.
+        reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
+        reduce='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+    ):
+        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, patience=patience)
+
+    def _act(self):
+        say(f'No improvement since epoch {self.epoch-self.wait}: early stopping')
+        raise CancelFitException()
+
+
+class DDPReduceLROnPlateau(_Patient, ReduceLROnPlateau):
+    "A `ReduceLROnPlateau` that keeps the learning rates of all ranks equal. `patience` counts epochs, whatever the world size."
+    name = 'reduce_lr_on_plateau'
+
+    def __init__(self,
+        monitor='valid_loss', # value (usually loss or metric) being monitored.
+        comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
+        min_delta=0., # minimum delta between the last monitor value and the best monitor value.
+        patience=1, # number of epochs to wait when training has not improved model.
+        factor=10., # the denominator to divide the learning rate by, when reducing the learning rate.
+        min_lr=0, # the minimum learning rate allowed; learning rate cannot be reduced below this minimum.
+        reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
+        reduce='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+    ):
+        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, patience=patience, factor=factor, min_lr=min_lr)
+
+    def _act(self):
+        self.wait,before = 0,self.opt.hypers[-1]['lr']
+        for h in self.opt.hypers: h['lr'] = max(h['lr'] / self.factor, self.min_lr)
+        if self.opt.hypers[-1]['lr'] < before: say(f'Epoch {self.epoch}: reducing lr to {self.opt.hypers[-1]["lr"]}')
