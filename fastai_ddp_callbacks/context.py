@@ -13,6 +13,7 @@ from fastai.torch_core import delegates, get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import rank, reports_failure, world_size
+from .metrics import ExactAverages
 
 __all__ = ['ddp_ctx']
 
@@ -20,16 +21,21 @@ _LAUNCHED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT') # what every la
 
 
 class _DDPLoader(DistributedDL):
-    "A `DistributedDL` whose indices go over the device that it loads to."
+    "A `DistributedDL` whose indices go over the device that it loads to, and that knows which samples it repeats."
     def _broadcast(self, t, rank):
         t = torch.tensor(t, dtype=torch.long, device=self.device)
         dist.broadcast(t, rank)
         return t.tolist()
 
+    def n_own(self, bs):
+        "How many samples of the last batch, of size `bs`, are not repeated to make the ranks even."
+        begin,end = (r*self.n_padded//self.world_size for r in (self.rank, self.rank+1))
+        return max(0, min(self.n, end) - begin - (self.i-bs)) if self.i > min(self.n, end)-begin else bs
+
 
 class _DDPTrainer(DistributedTrainer):
     "A `DistributedTrainer` for any device, that can be undone when a fit has raised."
-    name,old_dls = 'distributed_trainer',None
+    name,old_dls,averages = 'distributed_trainer',None,None
     def _wrap_dl(self, dl):
         if isinstance(dl, DistributedDL): return dl
         return _DDPLoader(dl, rank(), world_size(), device=next(self.learn.model.parameters()).device)
@@ -37,15 +43,26 @@ class _DDPTrainer(DistributedTrainer):
     def before_fit(self):
         if hasattr(self.learn, 'lr_finder'): _restore_from_memory(self.learn.lr_finder)
         super().before_fit()
+        self.averages = ExactAverages(self.learn) if hasattr(self.learn, 'recorder') else None
+
+    def after_train(self):
+        if self.averages and self.learn.recorder.train_metrics: self.averages.gather()
+    def after_validate(self):
+        if self.averages: self.averages.gather()
 
     def after_fit(self):
         super().after_fit()
-        self.old_dls = None
+        self._forget()
 
     def undo(self):
         "What `after_fit` did not come to do."
         if isinstance(self.learn.model, DistributedDataParallel): self.learn.model = self.learn.model.module
         if self.old_dls is not None: self.learn.dls.loaders = self.old_dls
+        self._forget()
+
+    def _forget(self):
+        if self.averages: self.averages.restore()
+        self.old_dls = self.averages = None
 
 
 def _restore_from_memory(finder):

@@ -1,0 +1,60 @@
+"""fastai 2: averages over the samples of all ranks, each sample counted once.
+
+When the samples do not divide evenly, `DistributedDL` repeats some so that every rank has as many. Stock averages count
+those twice, and gather a number from every rank in every batch. Here each rank leaves the repeated ones out and adds up
+its own, and all averages of an epoch are gathered in one go."""
+from __future__ import annotations
+
+import torch
+from fastai.learner import AvgLoss, AvgMetric, Metric
+from fastai.torch_core import Tensor, apply, find_bs, maybe_gather
+
+__all__ = ['ExactAverages']
+
+
+class ExactAverages:
+    "Puts exact averages in the place of a learner's loss and of its averaged metrics, until `restore`."
+    def __init__(self,
+        learn # the `Learner`, with data loaders that are `DistributedDL`
+    ):
+        self.learn,self.stock = learn,(learn.recorder.loss, learn.metrics)
+        self.all = []
+        learn.recorder.loss = self._exact(learn.recorder.loss)
+        learn.metrics = [self._exact(o) for o in learn.metrics]
+
+    def _exact(self, metric):
+        if type(metric) not in (AvgLoss, AvgMetric): return metric # others gather what they need
+        self.all.append(_Average(metric))
+        return self.all[-1]
+
+    def gather(self) -> None:
+        "Let all ranks know the averages. To be called on all ranks, before the values are read."
+        mine = torch.stack([torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in (o.total, o.count)]).cpu() for o in self.all])
+        sums = maybe_gather(mine.to(next(self.learn.model.parameters()).device)[None]).sum(0).tolist()
+        for o,(total,count) in zip(self.all, sums): o.total,o.count = total,count
+
+    def restore(self) -> None:
+        self.learn.recorder.loss,self.learn.metrics = self.stock
+        for o in self.all: o.stock.total,o.stock.count = o.total,o.count
+
+
+class _Average(Metric):
+    "Adds up what `stock` averages, over this rank's own samples."
+    def __init__(self, stock):
+        self.stock = stock
+        self.reset()
+    def reset(self): self.total,self.count = 0.,0
+    def accumulate(self, learn):
+        n = find_bs(learn.yb)
+        own = learn.dl.n_own(n) if hasattr(learn.dl, 'n_own') else n
+        if not own: return
+        self.total = self.total + torch.as_tensor(self._of(learn, own, n)).detach().double()*own
+        self.count += own
+    def _of(self, learn, own, n):
+        if own == n and isinstance(self.stock, AvgLoss): return learn.loss.mean()
+        pred,yb = (learn.pred, learn.yb) if own == n else apply(lambda o: o[:own] if isinstance(o, Tensor) and o.ndim else o, (learn.pred, learn.yb))
+        return learn.loss_func(pred, *yb).mean() if isinstance(self.stock, AvgLoss) else self.stock.func(pred, *yb)
+    @property
+    def value(self): return torch.as_tensor(self.total/self.count) if self.count else None
+    @property
+    def name(self): return self.stock.name

@@ -1,0 +1,40 @@
+"A metric is what one process would compute, whatever the number of ranks."
+import pytest, torch
+from fastai.basics import DataLoaders, Learner, nn
+from fastai.data.load import DataLoader
+from fastai.metrics import F1Score, accuracy
+from torch.utils.data import TensorDataset
+
+from fastai_ddp_callbacks import ddp_ctx
+from ranks import run, values
+
+
+def _learner(tmp_path, n, n_valid, train_metrics=False):
+    torch.manual_seed(0)
+    x = torch.randn(n, 4)
+    v = torch.randn(n_valid, 4)
+    label = lambda o: (o.sum(1) + o[:,0]*o[:,1] > 0.1).long()
+    dls = DataLoaders(DataLoader(TensorDataset(x, label(x)), bs=8, num_workers=0), DataLoader(TensorDataset(v, label(v)), bs=8, num_workers=0), device='cpu')
+    def half_right(p, t): return float((p.argmax(1) == t).float().mean())/2 # a plain number
+    learn = Learner(dls, nn.Linear(4, 2), nn.CrossEntropyLoss(), lr=0., path=tmp_path, metrics=[accuracy, half_right, F1Score()])
+    learn.recorder.train_metrics = train_metrics
+    return learn
+
+@pytest.mark.parametrize('n_valid', [1, 2, 7, 45, 46, 48])
+def test_averages_do_not_depend_on_the_number_of_ranks(tmp_path, n_valid):
+    def scenario():
+        learn = _learner(tmp_path, 50, n_valid)
+        with ddp_ctx(learn): learn.fit(2, 0.)
+        return list(learn.recorder.values[-1][1:]),[float(o.value) for o in learn.metrics[:2]],type(learn.recorder.loss).__name__,[type(o).__name__ for o in learn.metrics]
+    one = values(run(scenario, 1))[0]
+    for n in (2, 3, 4):
+        for got in values(run(scenario, n)):
+            assert [got[0], got[1]] == [pytest.approx(o, rel=1e-6) for o in one[:2]] and got[2:] == one[2:]
+
+def test_metrics_of_training_too(tmp_path):
+    def scenario():
+        learn = _learner(tmp_path, 45, 10, train_metrics=True)
+        with ddp_ctx(learn): learn.fit(1, 0.)
+        return [float(o) for o in learn.recorder.values[-1][1:]],list(learn.recorder.metric_names)
+    one = values(run(scenario, 1))[0]
+    for got in values(run(scenario, 3)): assert got[1] == one[1] and got[0] == pytest.approx(one[0], rel=1e-6)
