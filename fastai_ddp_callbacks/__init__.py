@@ -11,7 +11,8 @@ from .errors import *
 
 __version__ = '0.1.0'
 
-_CALLBACKS = dict(DDPTrackerCallback='tracker', DDPSaveModelCallback='save_model', ddp_ctx='context')
+_CALLBACKS = dict(DDPTrackerCallback='tracker', DDPEarlyStoppingCallback='tracker', DDPReduceLROnPlateau='tracker',
+                  DDPSaveModelCallback='save_model', DDPTerminateOnNaNCallback='stop', DDPStopCallback='stop', ddp_ctx='context')
 __all__ = [*errors.__all__, *distributed.__all__, *checkpoint.__all__, *_CALLBACKS]
 
 def __getattr__(name):

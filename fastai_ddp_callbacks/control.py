@@ -67,11 +67,13 @@ def _host():
 
 
 def _describe(error, place, rank):
-    "An exception as a note."
-    frames = traceback.extract_tb(error.__traceback__)
+    "An exception as a note, without the frames of ours through which it came."
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == os.path.dirname(__file__): tb = tb.tb_next
+    frames = traceback.extract_tb(tb)
     if place is None: place = f'{frames[-1].name} at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}' if frames else ''
     return dict(kind='failed', rank=rank, place=str(place), type=type(error).__name__, text=str(error),
-                traceback=''.join(traceback.format_exception(type(error), error, error.__traceback__)))
+                traceback=''.join(traceback.format_exception(type(error), error, tb)))
 
 
 def _pack(note):
@@ -85,16 +87,23 @@ def _pack(note):
         note[longest] = note[longest][-keep:] if longest == 'traceback' else note[longest][:keep]
 
 
+def _own_connection(store):
+    """A connection to the job's store that neither blocks the one that torch uses, nor keeps the store's server alive after
+    `destroy_process_group`, which would keep its port busy."""
+    store.check(['']) # raises if the server is gone; a new connection would be tried again and again
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=60))
+    try: return store.clone()
+    finally: store.set_timeout(before)
+
+
 class Control:
     "The control traffic of this process in one default process group."
     def __init__(self):
         self.world,self.pid = dist.group.WORLD,os.getpid()
         self.rank,self.size = dist.get_rank(),dist.get_world_size()
         self.inline = _INLINE if self.size <= _FEW_RANKS else 0
-        store = dist.distributed_c10d._get_default_store()
-        # A connection of our own: it neither blocks the one that torch uses nor keeps the store's server alive after
-        # `destroy_process_group`, which would keep its port busy.
-        store = dist.PrefixStore('fastai_ddp_callbacks', store.clone() if hasattr(store, 'clone') else store)
+        store = dist.PrefixStore('fastai_ddp_callbacks', _own_connection(dist.distributed_c10d._get_default_store()))
         # Some launchers keep one store over several process groups: count the groups that this rank has seen.
         self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
         self.generation,self.count = 0,0 # groups given up so far; rendezvous so far
@@ -251,7 +260,7 @@ class Control:
         "Tell the other ranks of `error`, unless all of them know it already."
         if getattr(error, '_known_at', None) == (id(self), self.count): return
         try: self._post(_describe(error, place, self.rank))
-        except RuntimeError as e: warnings.warn(f'rank {self.rank} could not tell the other ranks that it failed: {e}')
+        except RuntimeError as e: warnings.warn(f'rank {self.rank} failed and could not tell the other ranks: {e}')
         self._known(error)
 
     def cause(self):
@@ -294,7 +303,8 @@ class Control:
         here = f'\n(Raised on rank {self.rank} at {place}.)' if place else f'\n(Raised on rank {self.rank}.)'
         if note['kind'] == 'timeout':
             return self._known(BarrierTimeoutError(note['text'] + here, place=note['place'], missing=note['missing'], seconds=note['seconds']))
-        first = f"rank {note['rank']} failed in {note['place']}: {note['type']}: {note['text']}" if note['kind'] == 'failed' else note['text']
+        first = note['text'] # which speaks for itself, if it names the rank
+        if not first.startswith(f"rank {note['rank']}"): first = f"rank {note['rank']} failed in {note['place']}: {note['type']}: {first}"
         tail = f"\n\nTraceback of rank {note['rank']}:\n{note['traceback']}" if note.get('traceback') else ''
         return self._known(RankFailedError(first + here + tail, rank=note['rank'], place=note['place'], error_type=note['type'],
                                            error_text=note['text'], traceback_text=note.get('traceback', '')))

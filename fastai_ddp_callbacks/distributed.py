@@ -213,12 +213,19 @@ def reports_failure(
     a failed one is raised as that rank's failure."""
     try: yield
     except BaseException as e:
-        control = _get_control()
-        if control is not None:
-            cause = control.cause() if isinstance(e, RuntimeError) else None
-            if cause is not None and not hasattr(e, '_known_at'): raise cause from e
-            control.report(e, place)
+        cause = _tell(e, place)
+        if cause is not None: raise cause from e
         raise
+
+def _tell(error, place):
+    "Tell the other ranks of `error`. Gives the failure of another rank that has led to it, if so."
+    try:
+        control = _get_control()
+        if control is None: return None
+        cause = control.cause() if isinstance(error, RuntimeError) and not hasattr(error, '_known_at') else None
+        if cause is None: control.report(error, place)
+        return cause
+    except RuntimeError as e: warnings.warn(f'rank {rank()} failed and does not reach the job\'s store to tell the other ranks: {e}')
 
 
 # -- how it is done
@@ -273,12 +280,12 @@ class _Meeting:
         self.control = None if self.alone else _get_control()
 
     def _refuse(self):
-        block,control = _state.branches[-1],_get_control()
+        block = _state.branches[-1]
         error = BarrierInBranchError(
             f'rank {rank()}: {self.place} is inside the no_barrier() block at {block}, where the ranks take '
             'different ways: it would wait for ranks that never come. Move it out of the block, so that all ranks reach it, '
             'or use run_on_main, inside which barriers are skipped.', call=str(self.place), block=block)
-        if control is not None: control.report(error, self.place)
+        _tell(error, self.place)
         raise error
 
     @contextmanager

@@ -19,8 +19,10 @@ class ExactAverages:
     ):
         self.learn,self.stock = learn,(learn.recorder.loss, learn.metrics)
         self.all = []
-        learn.recorder.loss = self._exact(learn.recorder.loss)
+        self._put(self._exact(learn.recorder.loss))
         learn.metrics = [self._exact(o) for o in learn.metrics]
+
+    def _put(self, loss): vars(self.learn.recorder)['loss'] = loss # `setattr` warns, as the learner has a `loss` too
 
     def _exact(self, metric):
         if type(metric) not in (AvgLoss, AvgMetric): return metric # others gather what they need
@@ -34,7 +36,8 @@ class ExactAverages:
         for o,(total,count) in zip(self.all, sums): o.total,o.count = total,count
 
     def restore(self) -> None:
-        self.learn.recorder.loss,self.learn.metrics = self.stock
+        self._put(self.stock[0])
+        self.learn.metrics = self.stock[1]
         for o in self.all: o.stock.total,o.stock.count = o.total,o.count
 
 
