@@ -27,6 +27,13 @@ class _DDPLoader(DistributedDL):
         dist.broadcast(t, rank)
         return t.tolist()
 
+    def get_idxs(self):
+        if self.dl.n != 0: return super().get_idxs()
+        self.n = self.n_padded = 0 # nothing to share, as in a validation set that is empty
+        return []
+
+    def one_batch(self): return self.dl.one_batch() # loggers and `show_results` ask for one on rank 0 alone: no indices to share
+
     def n_own(self, bs):
         "How many samples of the last batch, of size `bs`, are not repeated to make the ranks even."
         begin,end = (r*self.n_padded//self.world_size for r in (self.rank, self.rank+1))
@@ -37,7 +44,7 @@ class _DDPTrainer(DistributedTrainer):
     "A `DistributedTrainer` for any device, that can be undone when a fit has raised."
     name,old_dls,averages = 'distributed_trainer',None,None
     def _wrap_dl(self, dl):
-        if isinstance(dl, DistributedDL): return dl
+        if isinstance(dl, (DistributedDL, list)): return dl # `show_results` gives a list of batches
         return _DDPLoader(dl, rank(), world_size(), device=next(self.learn.model.parameters()).device)
 
     def before_fit(self):
