@@ -137,7 +137,7 @@ class Control:
         with self._waiting(place):
             t = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == src else torch.empty(n, dtype=torch.uint8)
             t,opts = t.to(self.device),dist.BroadcastOptions()
-            opts.rootRank,opts.rootTensor = src,0
+            opts.rootRank,opts.rootTensor,opts.timeout = src,0,timedelta(seconds=timeout+1)
             self._wait(self.group.broadcast([t], opts), place, timeout, time.monotonic()+timeout)
             return t.cpu().numpy().tobytes()
 
@@ -200,8 +200,7 @@ class Control:
             try:
                 if self._finished(work, min(pause, max(deadline-time.monotonic(), 0.001))): break
             except RuntimeError as e: self._lost(e, place)
-            if pause == _FIRST_LOOK: self._announce(place)
-            self._look()
+            self._look(announce=pause == _FIRST_LOOK)
             if pause == _SLOWEST_LOOK and self._dead(): self._lost(None, place)
             if time.monotonic() >= deadline:
                 time.sleep(2*_FIRST_LOOK) # a rank that comes in the last moment is not missing
@@ -238,7 +237,7 @@ class Control:
         self.peers = [struct.unpack('<3q', o) for o in self._exchange(me, place, timeout, deadline)]
 
     def _make_group(self, place, timeout, deadline):
-        self._announce(place)
+        self._look(announce=True)
         key,pause = f'joined/{self.generation}',0.001
         self.store.add(key, 1)
         while self.store.add(key, 0) < self.size:
@@ -278,9 +277,11 @@ class Control:
         key = f'note/{self.generation+1}'
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def _look(self):
+    def _look(self, announce=False):
         "Raise if a rank has told of a failure."
-        try: note = self._note()
+        try:
+            if announce: self._announce()
+            note = self._note()
         except RuntimeError as e: self._lost(e, None)
         if note is not None:
             self._abandon()
@@ -311,7 +312,7 @@ class Control:
 
     # -- who is missing
 
-    def _announce(self, place):
+    def _announce(self):
         "Say in the store that this rank waits, for whoever must tell who is missing."
         self.store.set(f'at/{self.rank}', f'{self.generation}/{self.count}')
 
@@ -344,7 +345,7 @@ class Control:
         "A connection is closed or a process is gone: find out whose, tell everyone, raise."
         end,dead = time.monotonic()+1.5,[]
         try:
-            self._announce(place)
+            self._announce()
             while time.monotonic() < end and not dead:
                 note = self._note() # a rank that failed said so before it went
                 if note is not None: break
