@@ -11,14 +11,16 @@ from .errors import *
 
 __version__ = '0.1.0'
 
-_CALLBACKS = dict(DDPTrackerCallback='tracker', DDPEarlyStoppingCallback='tracker', DDPReduceLROnPlateau='tracker',
-                  DDPSaveModelCallback='save_model', DDPTerminateOnNaNCallback='stop', DDPStopCallback='stop', ddp_ctx='context')
-__all__ = [*errors.__all__, *distributed.__all__, *checkpoint.__all__, *_CALLBACKS]
+_V2 = dict(DDPTrackerCallback='tracker', DDPEarlyStoppingCallback='tracker', DDPReduceLROnPlateau='tracker', DDPSaveModelCallback='save_model',
+           DDPTerminateOnNaNCallback='stop', DDPStopCallback='stop', ddp_ctx='context')
+_V1 = dict.fromkeys((*(o for o in _V2 if o != 'DDPStopCallback'), 'DDPReduceLROnPlateauCallback'), 'fastai1')
+_callbacks = _V1 if find_spec('fastai') and not find_spec('fastai.learner') else _V2
+
+__all__ = [*errors.__all__, *distributed.__all__, *checkpoint.__all__, *_callbacks]
 
 def __getattr__(name):
-    if name not in _CALLBACKS: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    if find_spec('fastai') is None: raise ImportError(f'{name} needs fastai: pip install fastai')
-    module = _CALLBACKS[name] if find_spec('fastai.learner') else 'fastai1'
-    return getattr(import_module(f'.{module}', __name__), name)
+    if name not in _callbacks: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    if not find_spec('fastai'): raise ImportError(f'{name} needs fastai: pip install fastai')
+    return getattr(import_module(f'.{_callbacks[name]}', __name__), name)
 
 def __dir__(): return sorted({*globals(), *__all__})

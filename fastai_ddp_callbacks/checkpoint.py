@@ -3,12 +3,12 @@
 The file is what `torch.save` makes, so that stock fastai and torch load it. A zip archive may end in a comment, which
 they ignore: ours holds the metadata as JSON and a checksum over every byte before the checksum."""
 from __future__ import annotations
-import json, mmap, os, re, secrets, struct, time, warnings
+import json, mmap, os, re, secrets, struct, sys, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
-import torch, xxhash
+import numpy as np, torch, xxhash
 from torch.serialization import get_crc32_options, safe_globals, set_crc32_options
 
 from .errors import (CheckpointError, CheckpointWriteError, CorruptCheckpointError, MismatchedCheckpointError,
@@ -176,7 +176,6 @@ def read_checkpoint(
 
 def _allowed():
     "What the optimizer state of a stock fastai file holds beside tensors."
-    import numpy as np, sys
     scalar = np._core.multiarray.scalar if hasattr(np, '_core') else np.core.multiarray.scalar
     core = sys.modules.get('fastcore.foundation')
     return [scalar, np.dtype, *(getattr(np.dtypes, o) for o in np.dtypes.__all__), *([core.L] if core else [])]
@@ -215,7 +214,25 @@ def _verify(f, meta, path):
     if seen.hexdigest() != meta['checksum']: raise CorruptCheckpointError(f'{path} is corrupt: its bytes do not match its checksum. Use an earlier checkpoint.', path)
 
 
-# -- models
+# -- what is in it
+
+def plain(
+    o # a state of an optimizer, say
+): # the same in types that torch loads safely
+    "numpy's numbers as Python's, lists of any class as lists."
+    if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
+    if isinstance(o, (np.generic, np.ndarray)): return o.tolist()
+    if isinstance(o, tuple): return tuple(map(plain, o))
+    return o if isinstance(o, (str, bytes, torch.Tensor)) or not hasattr(o, '__iter__') else list(map(plain, o))
+
+def own(
+    o, # what `read_checkpoint` gave, or a part of it
+    device='cpu' # where to put it
+): # the same with tensors of its own, which do not need the file
+    "Copy tensors out of the mapped file."
+    if isinstance(o, dict): return {k:own(v, device) for k,v in o.items()}
+    if isinstance(o, (list, tuple)): return type(o)(own(v, device) for v in o)
+    return o.to(device, copy=True) if isinstance(o, torch.Tensor) else o
 
 def _bare(model):
     "The model inside wrappers for distribution and compilation."

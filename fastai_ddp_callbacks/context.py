@@ -1,6 +1,5 @@
 "fastai 2: train a learner in DDP, on GPUs or on the CPU, and leave it as it was."
 from __future__ import annotations
-import os, warnings
 from contextlib import contextmanager
 from copy import deepcopy
 
@@ -13,11 +12,10 @@ from fastai.torch_core import delegates, get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import rank, reports_failure, world_size
+from .environment import process_group
 from .metrics import ExactAverages
 
 __all__ = ['ddp_ctx']
-
-_LAUNCHED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT') # what every launcher of torch sets
 
 
 class _DDPLoader(DistributedDL):
@@ -99,18 +97,11 @@ def ddp_ctx(
     Uses the default process group, or makes it where a launcher (torchrun, accelerate, a notebook) has set the stage.
     Whatever is raised inside is told to the other ranks, and the learner is restored: model, data loaders, progress bar
     and logger."""
-    cpu = torch.device(learn.dls.device or 'cpu').type == 'cpu'
-    restore_environment()
-    if not dist.is_initialized() and all(o in os.environ for o in _LAUNCHED) and int(os.environ['WORLD_SIZE']) > 1: _make_group(cpu)
-    with _environment(), reports_failure():
+    device = torch.device(learn.dls.device or 'cpu')
+    with process_group(device), reports_failure():
         if world_size() == 1: yield learn
         else:
-            with _distributed(learn, _DDPTrainer(sync_bn and not cpu, **{'cpu':cpu, **kwargs})): yield learn
-
-def _make_group(cpu):
-    local = int(os.environ.get('LOCAL_RANK', os.environ['RANK']))
-    if not cpu: torch.cuda.set_device(local % torch.cuda.device_count())
-    dist.init_process_group('gloo' if cpu else 'nccl')
+            with _distributed(learn, _DDPTrainer(sync_bn and device.type != 'cpu', **{'cpu':device.type == 'cpu', **kwargs})): yield learn
 
 @contextmanager
 def _distributed(learn, trainer):
@@ -123,40 +114,3 @@ def _distributed(learn, trainer):
         learn.remove_cb(trainer)
         learn.logger = logger
         if rank(): learn.add_cbs(progress)
-
-# -- the environment: fastai and accelerate know the ranks from nowhere else
-
-_hidden = {} # what `hide_stray_environment` has replaced
-
-@contextmanager
-def _environment():
-    "Make the variables agree with the process group."
-    before = dict(os.environ)
-    if dist.is_initialized():
-        local = os.environ.get('LOCAL_RANK') or rank() % (torch.cuda.device_count() or world_size())
-        os.environ.update(RANK=str(rank()), WORLD_SIZE=str(world_size()), LOCAL_RANK=str(local))
-    else: hide_stray_environment()
-    try: yield
-    finally:
-        restore_environment()
-        if dist.is_initialized(): _put_back({k:before.get(k) for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')})
-
-def hide_stray_environment() -> None:
-    "Where `RANK` or `WORLD_SIZE` speak of several ranks and there is no process group: warn, and tell fastai of one rank."
-    said = {k:os.environ[k] for k in ('RANK', 'WORLD_SIZE') if k in os.environ}
-    if dist.is_initialized() or (said.get('RANK', '0') == '0' and said.get('WORLD_SIZE', '1') in ('0', '1')): return
-    warnings.warn('The environment has ' + ' and '.join(f'{k}={v}' for k,v in said.items()) + ', but there is no process group: this process '
-        'trains alone, as rank 0 of 1. If it should be one of several, train inside `ddp_ctx(learn)` or initialise the group first; '
-        'otherwise unset these variables.', stacklevel=3)
-    _hidden.update(said)
-    os.environ.update({k:v for k,v in (('RANK', '0'), ('WORLD_SIZE', '1')) if k in said})
-
-def restore_environment() -> None:
-    "Undo `hide_stray_environment`."
-    _put_back(_hidden)
-    _hidden.clear()
-
-def _put_back(variables):
-    for k,v in variables.items():
-        if v is None: os.environ.pop(k, None)
-        else: os.environ[k] = v

@@ -127,7 +127,8 @@ class Control:
             rows = self._exchange(_HEAD.pack(*row[:4]) + row.data.ljust(self.inline, b'\0'), place, timeout, deadline)
             table = [self._row(o) for o in rows]
             self._met(place)
-            # Those who came first may have given up meanwhile; their messages were still under way.
+            # Those who came first may have given up meanwhile, while their messages were under way. If the store has gone,
+            # whoever kept it came here and left.
             if row.entered - min(o.entered for o in table) > _FIRST_LOOK*1e9: self._look()
             if any(o.kind == FAILED or o.place != row.place for o in table): self._complain(place, failure, timeout)
             return table
@@ -200,8 +201,10 @@ class Control:
             try:
                 if self._finished(work, min(pause, max(deadline-time.monotonic(), 0.001))): break
             except RuntimeError as e: self._lost(e, place)
-            self._look(announce=pause == _FIRST_LOOK)
-            if pause == _SLOWEST_LOOK and self._dead(): self._lost(None, place)
+            gone = self._look(announce=pause == _FIRST_LOOK)
+            if gone is not None or pause == _SLOWEST_LOOK and self._dead():
+                if self._finished(work, 0.001): break # the last that it did was to come here
+                self._lost(gone, place)
             if time.monotonic() >= deadline:
                 time.sleep(2*_FIRST_LOOK) # a rank that comes in the last moment is not missing
                 if self._finished(work, 0.001): break
@@ -237,12 +240,12 @@ class Control:
         self.peers = [struct.unpack('<3q', o) for o in self._exchange(me, place, timeout, deadline)]
 
     def _make_group(self, place, timeout, deadline):
-        self._look(announce=True)
         key,pause = f'joined/{self.generation}',0.001
+        self._announce()
         self.store.add(key, 1)
         while self.store.add(key, 0) < self.size:
-            self._look()
-            if pause == _SLOWEST_LOOK and self._dead(): self._lost(None, place)
+            gone = self._look()
+            if gone is not None or pause == _SLOWEST_LOOK and self._dead(): self._lost(gone, place)
             if time.monotonic() >= deadline: self._give_up(place, timeout)
             time.sleep(pause)
             pause = min(2*pause, _SLOWEST_LOOK)
@@ -278,11 +281,11 @@ class Control:
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _look(self, announce=False):
-        "Raise if a rank has told of a failure."
+        "Raise if a rank has told of a failure. Gives the error if the store does not answer."
         try:
             if announce: self._announce()
             note = self._note()
-        except RuntimeError as e: self._lost(e, None)
+        except RuntimeError as e: return e
         if note is not None:
             self._abandon()
             raise self._error(note, None)
@@ -332,7 +335,8 @@ class Control:
         return f'last seen leaving {self.last[0]}, {time.monotonic()-self.last[1]:.1f} s ago'
 
     def _give_up(self, place, timeout):
-        self._look()
+        gone = self._look()
+        if gone is not None: self._lost(gone, place)
         missing = self._missing()
         who = ', '.join(f'rank {r}' for r in missing)
         text = (f'{place}: waited {timeout:g} s for {who}.\n' + ''.join(f'  rank {r}: {self._seen()}\n' for r in missing) +

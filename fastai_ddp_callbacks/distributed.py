@@ -3,7 +3,7 @@
 Needs torch, not fastai. Ranks are those of the default process group; without one, or in a group of one, everything
 here has its single-process meaning and costs next to nothing."""
 from __future__ import annotations
-import atexit, math, os, pickle, struct, sys, threading, warnings
+import atexit, math, os, pickle, re, struct, sys, threading, warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -222,10 +222,16 @@ def _tell(error, place):
     try:
         control = _get_control()
         if control is None: return None
-        cause = control.cause() if isinstance(error, RuntimeError) and not hasattr(error, '_known_at') else None
+        cause = control.cause() if _is_network_error(error) else None
         if cause is None: control.report(error, place)
         return cause
     except RuntimeError as e: warnings.warn(f'rank {rank()} failed and does not reach the job\'s store to tell the other ranks: {e}')
+
+
+def _is_network_error(error):
+    "Whether `error` is what torch raises when other ranks do not come, or go. gloo has no class of its own for it."
+    if not isinstance(error, RuntimeError) or isinstance(error, DDPError): return False
+    return isinstance(error, dist.DistError) or re.search('gloo|nccl|connection|timed out', str(error), re.IGNORECASE) is not None
 
 
 # -- how it is done

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 from fastai.callback.tracker import SaveModelCallback
-from fastai.torch_core import Tensor, apply
 
-from .checkpoint import load_model_state, model_state, read_checkpoint, write_checkpoint
+from .checkpoint import load_model_state, model_state, own, plain, read_checkpoint, write_checkpoint
 from .distributed import barrier, run_on_main, say, together
 from .tracker import DDPTrackerCallback
 
@@ -68,7 +67,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _write(self, name):
         path = (self.learn.path/self.learn.model_dir/f'{name}.pth').absolute()
         state = model_state(self.learn.model)
-        if self.with_opt and self.learn.opt is not None: state = {'model':state, 'opt':_plain(self.learn.opt.state_dict())}
+        if self.with_opt and self.learn.opt is not None: state = {'model':state, 'opt':plain(self.learn.opt.state_dict())}
         meta = write_checkpoint(state, path, dict(epoch=self.epoch, iteration=self.train_iter, monitor=self.monitor,
                                                   value=float(self.best) if np.isfinite(self.best) else None))
         return dict(path=str(path), checksum=meta['checksum'])
@@ -86,16 +85,4 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         state,_ = read_checkpoint(path, checksum=self._best['checksum'])
         with_opt = set(state) == {'model', 'opt'}
         load_model_state(self.learn.model, state['model'] if with_opt else state, path)
-        if with_opt and self.with_opt: self.learn.opt.load_state_dict(_own(state['opt'], next(self.learn.model.parameters()).device))
-
-
-def _plain(o):
-    "The state of an optimizer in types that any torch can read."
-    if isinstance(o, dict): return {k:_plain(v) for k,v in o.items()}
-    if isinstance(o, np.generic): return o.item()
-    if isinstance(o, (str, bytes, Tensor)) or not hasattr(o, '__iter__'): return o
-    return [_plain(v) for v in o]
-
-def _own(state, device):
-    "Tensors of a mapped file as tensors of their own on `device`."
-    return apply(lambda t: t.to(device, copy=True) if isinstance(t, Tensor) else t, state)
+        if with_opt and self.with_opt: self.learn.opt.load_state_dict(own(state['opt'], next(self.learn.model.parameters()).device))

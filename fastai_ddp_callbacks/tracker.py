@@ -6,8 +6,8 @@ import numpy as np
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 
-from .context import hide_stray_environment, restore_environment
 from .distributed import REDUCTIONS, agree, reports_failure, say
+from .environment import hide_stray_environment, restore_environment
 
 __all__ = ['DDPTrackerCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateau']
 

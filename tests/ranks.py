@@ -12,11 +12,12 @@ from pathlib import Path
 
 import cloudpickle
 
+PRELOAD = 'preloaded' # the module that ranks find imported
 _context = mp.get_context('forkserver')
 
 def _start_server():
     "Ranks are forked from this process; it finds our modules on its path, not on ours."
-    _context.set_forkserver_preload(['preloaded'])
+    _context.set_forkserver_preload([PRELOAD])
     path,here = os.environ.get('PYTHONPATH'),Path(__file__).parent
     os.environ['PYTHONPATH'] = os.pathsep.join([str(here), str(here.parent), *filter(None, [path])])
     try: forkserver.ensure_running()
