@@ -11,11 +11,13 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
+
+from .checkpoint import read_checkpoint
+from .errors import CheckpointError
 
 __all__ = ['main', 'add_arguments', 'run', 'judge']
 
@@ -86,14 +88,17 @@ def _digest(state):
 
 def _digest_of_file(path):
     if not path.exists(): return None
-    try: return _digest(torch.load(path, map_location='cpu', weights_only=True))
-    except (RuntimeError, EOFError, UnpicklingError) as e: return f'unreadable ({type(e).__name__})' # a rank was stopped while it wrote
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', '.* has no checksum') # stock's has none
+        try: state,_ = read_checkpoint(path)
+        except CheckpointError as e: return f'unreadable ({type(e).__name__})' # a rank was stopped while it wrote
+    return _digest(state['model'] if set(state) == {'model', 'opt'} else state)
 
 def _fastai2(): return find_spec('fastai.learner') is not None
 
 def _train():
     "The training function for the fastai that is installed."
-    warnings.filterwarnings('ignore', '`torch.jit', FutureWarning) # the import of fastai gives one per rank
+    for o in '`torch.jit', 'pkg_resources': warnings.filterwarnings('ignore', o) # the imports of fastai give one per rank
     return import_module('.demo2' if _fastai2() else '.demo1', __package__).train
 
 

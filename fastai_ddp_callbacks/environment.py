@@ -10,7 +10,7 @@ from .distributed import rank, world_size
 __all__ = ['process_group', 'hide_stray_environment', 'restore_environment']
 
 _LAUNCHED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT') # what every launcher of torch sets
-_hidden = {} # what `hide_stray_environment` has replaced
+_hidden = {} # what `hide_stray_environment` has taken away
 
 
 @contextmanager
@@ -27,8 +27,8 @@ def process_group(
     else: hide_stray_environment()
     try: yield
     finally:
-        restore_environment()
         _put_back(before)
+        _hidden.clear()
 
 def _make_group(device):
     if device.type == 'cuda':
@@ -37,14 +37,14 @@ def _make_group(device):
     dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl')
 
 def hide_stray_environment() -> None:
-    "Where `RANK` or `WORLD_SIZE` speak of several ranks and there is no process group: warn, and tell fastai of one rank."
-    said = {k:os.environ[k] for k in ('RANK', 'WORLD_SIZE') if k in os.environ}
-    if dist.is_initialized() or (said.get('RANK', '0') == '0' and said.get('WORLD_SIZE', '1') in ('0', '1')): return
+    "Where there is no process group, keep `RANK` and `WORLD_SIZE` from fastai, and warn if they speak of several ranks."
+    if dist.is_initialized(): return
+    said = {k:os.environ.pop(k) for k in ('RANK', 'WORLD_SIZE') if k in os.environ}
+    _hidden.update(said)
+    if said.get('RANK', '0') == '0' and said.get('WORLD_SIZE', '1') in ('0', '1'): return
     warnings.warn('The environment has ' + ' and '.join(f'{k}={v}' for k,v in said.items()) + ', but there is no process group: this process '
         'trains alone, as rank 0 of 1. If it should be one of several, train inside `ddp_ctx(learn)` or initialise the group first; '
         'otherwise unset these variables.', stacklevel=3)
-    _hidden.update(said)
-    os.environ.update({k:v for k,v in (('RANK', '0'), ('WORLD_SIZE', '1')) if k in said})
 
 def restore_environment() -> None:
     "Undo `hide_stray_environment`."
