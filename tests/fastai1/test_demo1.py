@@ -7,7 +7,7 @@ import pytest
 def demo(*args):
     done = subprocess.run([sys.executable, '-m', 'fastai_ddp_callbacks.demo', '--ranks', '3', '--epochs', '1', '--delay', '2', *args],
                           capture_output=True, text=True, timeout=100)
-    digests = re.findall(r'weights of rank \d +(\S+)', done.stdout)+re.findall(r'weights in the file +(\S+)', done.stdout)
+    digests = re.findall(r'weights of rank \d {2,}(\S+)', done.stdout)+re.findall(r'weights in the file {2,}(\S+)', done.stdout)
     return done.returncode,digests,done.stdout
 
 @pytest.mark.timeout(120)
