@@ -20,9 +20,8 @@ _lines = WeakKeyDictionary() # of each `Control`: the `_Line` of each name
 class _Line:
     "The group on which the flags of one name travel, and the exchange that is under way there."
     def __init__(self, control, key, timeout):
-        store = dist.PrefixStore(key, control.store)
-        try: self.group = dist.ProcessGroupGloo(store, control.rank, control.size, timedelta(seconds=timeout))
-        except RuntimeError as e: control._lost(e, None)
+        place = Place(key, key)
+        with control._waiting(place): self.group = control.connect(key, place, timeout, time.monotonic()+timeout)
         finalize(control, self.close) # at the latest when the interpreter ends, while its threads can still be joined
         self.generation,self.work = control.generation,None
 

@@ -34,6 +34,7 @@ def write_checkpoint(
 
     `CheckpointWriteError` if that fails, with the old file unchanged and no other file left."""
     path = Path(path)
+    _refuse_unsafe(state, path)
     meta = dict(meta or {}, format=_FORMAT, time=time.time(), torch=torch.__version__)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +54,16 @@ def write_checkpoint(
         raise
     _sync_folder(path.parent) # the new name itself
     return meta
+
+def _refuse_unsafe(o, path, name='state'):
+    "Better now than at the end of training, when it is to be read."
+    if isinstance(o, dict):
+        for k,v in o.items(): _refuse_unsafe(v, path, f'{name}[{k!r}]')
+    elif isinstance(o, (list, tuple)):
+        for i,v in enumerate(o): _refuse_unsafe(v, path, f'{name}[{i}]')
+    elif not isinstance(o, (torch.Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, type(None))):
+        raise UnsafeCheckpointError(f'{path} is not written: {name} is a {type(o).__name__}, and a file is only safe to read if it holds nothing '
+                                    'but tensors and plain values.', path)
 
 def _write_error(e, path):
     error = CheckpointWriteError(f'{path} could not be written: [Errno {e.errno}] {e.strerror or e}. What was there before is unchanged. '
@@ -219,11 +230,12 @@ def _verify(f, meta, path):
 def plain(
     o # a state of an optimizer, say
 ): # the same in types that torch loads safely
-    "numpy's numbers as Python's, lists of any class as lists."
+    "numpy's numbers as Python's; lists and tensors of any class as lists and tensors."
     if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
+    if isinstance(o, torch.Tensor): return o if type(o).__module__.startswith('torch') else o.detach().as_subclass(torch.Tensor)
     if isinstance(o, (np.generic, np.ndarray)): return o.tolist()
     if isinstance(o, tuple): return tuple(map(plain, o))
-    return o if isinstance(o, (str, bytes, torch.Tensor)) or not hasattr(o, '__iter__') else list(map(plain, o))
+    return o if isinstance(o, (str, bytes)) or not hasattr(o, '__iter__') else list(map(plain, o))
 
 def own(
     o, # what `read_checkpoint` gave, or a part of it
@@ -247,7 +259,7 @@ def _plain_name(key): return re.sub(r'(^|(?<=\.))_orig_mod\.', '', re.sub(r'^(mo
 
 def model_state(model) -> dict:
     "The state dict of a model, wrapped or not, with the names that the bare model has."
-    return {re.sub(r'(^|(?<=\.))_orig_mod\.', '', k):v for k,v in _bare(model).state_dict().items()}
+    return {re.sub(r'(^|(?<=\.))_orig_mod\.', '', k):plain(v) for k,v in _bare(model).state_dict().items()}
 
 def load_model_state(
     model, # wrapped or not

@@ -40,12 +40,14 @@ class _DDPLoader(DistributedDL):
 
 class _DDPTrainer(DistributedTrainer):
     "A `DistributedTrainer` for any device, that can be undone when a fit has raised."
-    name,old_dls,averages = 'distributed_trainer',None,None
+    name,old_dls,averages,depth = 'distributed_trainer',None,None,0 # depth: of what runs within what, as `validate` within `fit`
     def _wrap_dl(self, dl):
         if isinstance(dl, (DistributedDL, list)): return dl # `show_results` gives a list of batches
         return _DDPLoader(dl, rank(), world_size(), device=next(self.learn.model.parameters()).device)
 
     def before_fit(self):
+        self.depth += 1
+        if self.depth > 1: return
         if hasattr(self.learn, 'lr_finder'): _restore_from_memory(self.learn.lr_finder)
         super().before_fit()
         self.averages = ExactAverages(self.learn) if hasattr(self.learn, 'recorder') else None
@@ -56,6 +58,8 @@ class _DDPTrainer(DistributedTrainer):
         if self.averages: self.averages.gather()
 
     def after_fit(self):
+        self.depth -= 1
+        if self.depth: return
         super().after_fit()
         self._forget()
 
@@ -67,7 +71,7 @@ class _DDPTrainer(DistributedTrainer):
 
     def _forget(self):
         if self.averages: self.averages.restore()
-        self.old_dls = self.averages = None
+        self.old_dls,self.averages,self.depth = None,None,0
 
 
 def _restore_from_memory(finder):
@@ -99,17 +103,24 @@ def ddp_ctx(
     and logger."""
     device = torch.device(learn.dls.device or 'cpu')
     with process_group(device), reports_failure():
-        if world_size() == 1: yield learn
+        if world_size() == 1 or learn._grab_cbs(_DDPTrainer): yield learn
         else:
             with _distributed(learn, _DDPTrainer(sync_bn and device.type != 'cpu', **{'cpu':device.type == 'cpu', **kwargs})): yield learn
 
 @contextmanager
 def _distributed(learn, trainer):
-    logger,progress = learn.logger,learn._grab_cbs(ProgressCallback)
+    logger,progress,with_events = learn.logger,learn._grab_cbs(ProgressCallback),learn._with_events
+    def restored(f, event_type, *args, **kwargs):
+        try: return with_events(f, event_type, *args, **kwargs)
+        except BaseException:
+            if event_type == 'fit': trainer.undo() # no event tells of an exception
+            raise
     if rank(): learn.remove_cbs(progress)
     learn.add_cb(trainer)
+    learn._with_events = restored
     try: yield
     finally:
+        del learn._with_events
         trainer.undo()
         learn.remove_cb(trainer)
         learn.logger = logger

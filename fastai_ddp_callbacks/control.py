@@ -72,7 +72,9 @@ def _describe(error, place, rank):
     while tb is not None and tb.tb_next is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == os.path.dirname(__file__): tb = tb.tb_next
     frames = traceback.extract_tb(tb)
     if place is None: place = f'{frames[-1].name} at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}' if frames else ''
-    return dict(kind='failed', rank=rank, place=str(place), type=type(error).__name__, text=str(error),
+    try: text = str(error)
+    except Exception as e: text = f'(its text cannot be had: {type(e).__name__})'
+    return dict(kind='failed', rank=rank, place=str(place), type=type(error).__name__, text=text,
                 traceback=''.join(traceback.format_exception(type(error), error, tb)))
 
 
@@ -106,8 +108,10 @@ class Control:
         store = dist.PrefixStore('fastai_ddp_callbacks', _own_connection(dist.distributed_c10d._get_default_store()))
         # Some launchers keep one store over several process groups: count the groups that this rank has seen.
         self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
-        self.generation,self.count = 0,0 # groups given up so far; rendezvous so far
-        self.group,self.peers,self.pending = None,None,None
+        self.generation,self.count = 0,0 # groups given up so far; rendezvous in this one
+        self.group = self.pending = None
+        self.host = f'host/{_hash(_host())}'
+        self.store.set(f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, _alive(self.pid)]))
         self.last = None # the last place where all met, and when
         self.lock = threading.Lock()
 
@@ -145,7 +149,12 @@ class Control:
     def node(self, place, timeout):
         "The ranks that run on this rank's host, in order. A rendezvous of all ranks the first time."
         with self._waiting(place): self._join(place, timeout, time.monotonic()+timeout)
-        return [r for r,o in enumerate(self.peers) if o[0] == self.peers[self.rank][0]]
+        return sorted(r for r,*_ in self._neighbours())
+
+    def _neighbours(self):
+        "(rank, process number, its start) of the ranks on this host that have come so far."
+        keys = [f'{self.host}/{i+1}' for i in range(self.store.add(self.host, 0))]
+        return [json.loads(self.store.get(o)) for o in keys if self.store.check([o])]
 
     @contextmanager
     def _waiting(self, place):
@@ -235,23 +244,38 @@ class Control:
             if self.generation: raise DDPError(f'{place}: an earlier failure has broken the default process group, which is the only '
                 'one here as torch was built without gloo. Destroy it and initialise a new one.')
             self.group,self.device = self.world,self.world._device_types[0]
-        else: self.group,self.device = self._make_group(place, timeout, deadline),torch.device('cpu')
-        me = struct.pack('<3q', _hash(_host()), os.getpid(), _alive(os.getpid()) or 0)
-        self.peers = [struct.unpack('<3q', o) for o in self._exchange(me, place, timeout, deadline)]
+        else:
+            self._gather(place, timeout, deadline)
+            self.group,self.device = self.connect(f'group/{self.generation}', place, timeout, deadline),torch.device('cpu')
 
-    def _make_group(self, place, timeout, deadline):
+    def _gather(self, place, timeout, deadline):
+        "Wait in the store for all ranks."
         key,pause = f'joined/{self.generation}',0.001
         self._announce()
         self.store.add(key, 1)
-        while self.store.add(key, 0) < self.size:
-            gone = self._look()
-            if gone is not None or pause == _SLOWEST_LOOK and self._dead(): self._lost(gone, place)
-            if time.monotonic() >= deadline: self._give_up(place, timeout)
-            time.sleep(pause)
-            pause = min(2*pause, _SLOWEST_LOOK)
-        store = dist.PrefixStore(f'group/{self.generation}', self.store)
-        try: return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout))
-        except RuntimeError as e: self._lost(e, place)
+        while self.store.add(key, 0) < self.size: pause = self._pause(pause, time.sleep, place, timeout, deadline)
+
+    def connect(self, name, place, timeout, deadline):
+        """A gloo group of all ranks, which are known to be about to make it too. That blocks, with a deaf ear to Ctrl-C, until
+        all have come: so it is done in a thread, over a connection of its own, while this one looks out."""
+        made = []
+        def make():
+            try: made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout)))
+            except RuntimeError as e: made.append(e)
+        store,pause = dist.PrefixStore(name, self.store.clone()),0.001
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        while thread.is_alive(): pause = self._pause(pause, thread.join, place, timeout, deadline)
+        if isinstance(made[0], RuntimeError): self._lost(made[0], place)
+        return made[0]
+
+    def _pause(self, pause, wait, place, timeout, deadline):
+        "Wait a little and look out; gives how long to wait the next time."
+        wait(pause)
+        gone = self._look()
+        if gone is not None or pause == _SLOWEST_LOOK and self._dead(): self._lost(gone, place)
+        if time.monotonic() >= deadline: self._give_up(place, timeout)
+        return min(2*pause, _SLOWEST_LOOK)
 
     # -- failures
 
@@ -260,7 +284,7 @@ class Control:
         place=None, # where; by default the line that raised it
     ):
         "Tell the other ranks of `error`, unless all of them know it already."
-        if getattr(error, '_known_at', None) == (id(self), self.count): return
+        if getattr(error, '_known_at', None) == self._now(): return
         try: self._post(_describe(error, place, self.rank))
         except RuntimeError as e: warnings.warn(f'rank {self.rank} failed and could not tell the other ranks: {e}')
         self._known(error)
@@ -295,12 +319,14 @@ class Control:
             # The destructor of a gloo group waits for what is under way, which may be for ever: never destroy this one.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
         self.group,self.pending = None,None
-        self.generation,self.count = self.generation+1,self.count+1
+        self.generation,self.count = self.generation+1,0
 
     def _known(self, error):
         "Mark `error` as one that every rank has heard of."
-        error._known_at = (id(self), self.count)
+        error._known_at = self._now()
         return error
+
+    def _now(self): return id(self),self.generation,self.count
 
     def _error(self, note, place):
         "The exception for a note, to be raised on this rank."
@@ -326,9 +352,7 @@ class Control:
 
     def _dead(self):
         "The ranks on this host whose process is gone."
-        if self.peers is None: return []
-        host = self.peers[self.rank][0]
-        return [r for r,(h,pid,start) in enumerate(self.peers) if h == host and _alive(pid) not in (start, 0)]
+        return [r for r,pid,start in self._neighbours() if _alive(pid) not in (start, 0)]
 
     def _seen(self):
         if self.last is None: return 'not seen at any rendezvous yet'

@@ -11,7 +11,7 @@ from functools import wraps
 import torch.distributed as dist
 
 from .control import BOOL, BYTES, FLOAT, INT, NOTHING, Control, Place, Row
-from .errors import BarrierInBranchError, DDPError
+from .errors import BarrierInBranchError, DDPError, RankFailedError
 
 __all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'barrier', 'agree', 'broadcast', 'together', 'run_on_main',
            'main_process_only', 'run_once_per_node', 'once_per_node', 'no_barrier', 'reports_failure', 'get_timeout',
@@ -24,6 +24,7 @@ class _State(threading.local):
     branches = () # where the `no_barrier()` blocks around us began
 
 _state = _State()
+_making = threading.Lock()
 _timeout = 1800.
 _control = None
 
@@ -197,10 +198,10 @@ def no_barrier():
 
     A barrier, broadcast or agreement inside would wait for ranks that never come: it raises `BarrierInBranchError` at
     once, in one process too, and the other ranks hear of it at their next rendezvous."""
-    before = _state.branches
-    _state.branches = (*before, _caller())
+    block = [_caller()] # an object of its own: blocks in generators may end in another order than they began
+    _state.branches = (*_state.branches, block)
     try: yield is_main_process()
-    finally: _state.branches = before
+    finally: _state.branches = tuple(o for o in _state.branches if o is not block)
 
 @contextmanager
 def reports_failure(
@@ -242,8 +243,13 @@ def _get_control():
     if not _grouped() or dist.get_world_size() == 1:
         _control = None
         return None
-    if _control is None or _control.world is not dist.group.WORLD: _control = Control()
-    return _control
+    with _making: # two of one rank would not find the other ranks
+        if _control is None or _control.world is not dist.group.WORLD:
+            try: _control = Control()
+            except RuntimeError as e:
+                raise RankFailedError(f"The job's store does not answer rank {rank()}: the process that keeps it, rank 0 under most launchers, is gone "
+                                      f'({str(e).splitlines()[0]}).', rank=None, place='', error_type='ProcessDied', error_text=str(e), traceback_text='') from e
+        return _control
 
 @atexit.register
 def _leave():
@@ -286,7 +292,7 @@ class _Meeting:
         self.control = None if self.alone else _get_control()
 
     def _refuse(self):
-        block = _state.branches[-1]
+        block = _state.branches[-1][0]
         error = BarrierInBranchError(
             f'rank {rank()}: {self.place} is inside the no_barrier() block at {block}, where the ranks take '
             'different ways: it would wait for ranks that never come. Move it out of the block, so that all ranks reach it, '
@@ -325,7 +331,7 @@ def _run_on(src, call, where, func, args, kwargs, timeout):
     "Run `func` on rank `src` (None: on the first rank of each node), give its result to every rank (of the node)."
     meeting = _Meeting(call, timeout, where=where)
     control = meeting.control
-    if control is not None and src is None: src = _node_leader(control, meeting.place, meeting.timeout)
+    if control is not None and src is None: src = _agreed_leader(meeting)
     result = None
     with meeting.failing_together() as outcome:
         if control is None or control.rank == src:
@@ -341,11 +347,20 @@ def _alone():
     try: yield
     finally: _state.alone -= 1
 
+def _local_rank():
+    "What the launcher says, or -1."
+    local = os.environ.get('LOCAL_RANK', '')
+    return int(local) if local.isascii() and local.isdecimal() else -1
+
 def _node_leader(control, place, timeout):
     "The first rank of this rank's node: the launcher says so, or else the first one on this host."
-    local = os.environ.get('LOCAL_RANK', '')
-    if local.isdigit() and control.rank-int(local) >= 0: return control.rank-int(local)
-    return control.node(place, timeout)[0]
+    return control.rank-_local_rank() if 0 <= _local_rank() <= control.rank else control.node(place, timeout)[0]
+
+def _agreed_leader(meeting):
+    "The same, but the launcher's word counts only if the ranks' make sense together."
+    local = [o.bits for o in meeting.control.meet(meeting.place, meeting.timeout, INT, _local_rank())]
+    if all(0 <= o <= r and local[r-o] == 0 for r,o in enumerate(local)): return meeting.control.rank-local[meeting.control.rank]
+    return meeting.control.node(meeting.place, meeting.timeout)[0]
 
 
 # -- numbers in a row
@@ -373,8 +388,8 @@ def _decode(kind, bits):
     return bool(bits) if kind == BOOL else bits
 
 def _mean(values):
-    total = sum(values) # fsum refuses inf-inf and overflow, which a diverging loss may well bring
-    return math.fsum(values)/len(values) if math.isfinite(total) else total/len(values)
+    if not all(map(math.isfinite, values)): return sum(values)/len(values) # fsum refuses inf-inf, which a diverging loss may bring
+    return math.fsum(o/len(values) for o in values) if math.isinf(sum(map(float, values))) else math.fsum(values)/len(values)
 
 REDUCTIONS = 'mean','main','min','max' # those of `agree` that make a number of numbers
 _REDUCERS = {'mean':_mean, 'main':None, 'min':min, 'max':max, 'any':any, 'all':all}

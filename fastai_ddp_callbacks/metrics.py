@@ -31,6 +31,7 @@ class ExactAverages:
 
     def gather(self) -> None:
         "Let all ranks know the averages. To be called on all ranks, before the values are read."
+        if not self.all: return
         mine = torch.stack([torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in (o.total, o.count)]).cpu() for o in self.all])
         sums = maybe_gather(mine.to(next(self.learn.model.parameters()).device)[None]).sum(0).tolist()
         for o,(total,count) in zip(self.all, sums): o.total,o.count = total,count

@@ -6,7 +6,7 @@ import numpy as np
 from fastai.callback.tracker import SaveModelCallback
 
 from .checkpoint import load_model_state, model_state, own, plain, read_checkpoint, write_checkpoint
-from .distributed import barrier, run_on_main, say, together
+from .distributed import barrier, reports_failure, run_on_main, say, together
 from .tracker import DDPTrackerCallback
 
 __all__ = ['DDPSaveModelCallback']
@@ -33,6 +33,12 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if every_epoch and at_end: raise ValueError('DDPSaveModelCallback: every_epoch and at_end cannot both be set. Use two callbacks.')
         super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
         self._best = None # path and checksum of the file that `best` belongs to
+
+    def _start(self):
+        super()._start()
+        twins = [o for o in self.learn.cbs if isinstance(o, SaveModelCallback) and o is not self and (o.fname, bool(o.every_epoch)) == (self.fname, bool(self.every_epoch))]
+        with reports_failure(f'{self.name}.before_train'):
+            if twins: raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname of its own.')
 
     def _forget(self):
         super()._forget()

@@ -37,8 +37,8 @@ class _StopTogether(Callback):
 
     def after_fit(self):
         "Leave nothing under way."
-        if self._training: self._flag.read()
-        self._training = False
+        ranks,self._training = self._flag.read() if self._training else [],False
+        if ranks: self._explain(ranks)
 
 
 class DDPTerminateOnNaNCallback(_StopTogether, TerminateOnNaNCallback):
@@ -61,6 +61,10 @@ class DDPStopCallback(_StopTogether):
     def before_train(self):
         if not self._training: self.reason = None
         super().before_train()
+
+    def after_fit(self):
+        super().after_fit()
+        self._asked = None # of this fit, which is over
 
     def ask(self,
         reason='no reason given' # for the message; str

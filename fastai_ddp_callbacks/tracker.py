@@ -32,6 +32,7 @@ class DDPTrackerCallback(TrackerCallback):
     ):
         if reduce not in REDUCTIONS: raise ValueError(f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.')
         super().__init__(monitor=monitor, comp=comp, min_delta=min_delta, reset_on_fit=reset_on_fit, **kwargs)
+        if self.comp is not np.less and self._lower_is_better(): self.min_delta *= -1 # stock knows of `np.less` only
         self.reduce,self.new_best = reduce,False
         self._guessed = comp is None and 'loss' not in monitor and 'error' not in monitor and not any(o in monitor.lower() for o in _HIGHER_IS_BETTER)
 
@@ -56,7 +57,9 @@ class DDPTrackerCallback(TrackerCallback):
         self.idx,self.new_best,self._guessed = names.index(self.monitor),False,False
         if self.reset_on_fit or self.best is None: self._forget()
 
-    def _forget(self): self.best = float('inf') if self.comp == np.less else -float('inf')
+    def _lower_is_better(self): return bool(self.comp(0., 1.))
+
+    def _forget(self): self.best = math.inf if self._lower_is_better() else -math.inf
 
     # What an epoch has gone through: its last record may be of an earlier one, if a callback has cancelled it early on.
     def after_train(self): self._trained = True
