@@ -3,6 +3,7 @@
 The same names under both lines of fastai. What needs fastai is imported when it is first asked for."""
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from . import checkpoint, distributed, errors
 from .checkpoint import *
@@ -14,13 +15,14 @@ __version__ = '0.1.0'
 _V2 = dict(DDPTrackerCallback='tracker', DDPEarlyStoppingCallback='tracker', DDPReduceLROnPlateau='tracker', DDPSaveModelCallback='save_model',
            DDPTerminateOnNaNCallback='stop', DDPStopCallback='stop', ddp_ctx='context')
 _V1 = dict.fromkeys((*(o for o in _V2 if o != 'DDPStopCallback'), 'DDPReduceLROnPlateauCallback'), 'fastai1')
-_callbacks = _V1 if find_spec('fastai') and not find_spec('fastai.learner') else _V2
+_fastai = find_spec('fastai') # not imported by this
+_callbacks = _V1 if _fastai and not any(Path(o, 'learner.py').exists() for o in _fastai.submodule_search_locations) else _V2
 
 __all__ = [*errors.__all__, *distributed.__all__, *checkpoint.__all__, *_callbacks]
 
 def __getattr__(name):
     if name not in _callbacks: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    if not find_spec('fastai'): raise ImportError(f'{name} needs fastai: pip install fastai')
+    if not _fastai: raise ImportError(f'{name} needs fastai: pip install fastai')
     return getattr(import_module(f'.{_callbacks[name]}', __name__), name)
 
 def __dir__(): return sorted({*globals(), *__all__})

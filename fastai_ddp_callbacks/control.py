@@ -8,7 +8,7 @@ What goes wrong outside a rendezvous is written as a note into the job's store, 
 waits looks there every now and then. After a note the group is given up (its last exchange may never end) and the
 ranks meet in a group of the next generation."""
 from __future__ import annotations
-import ctypes, hashlib, json, os, socket, struct, threading, time, traceback, warnings
+import ctypes, hashlib, json, os, socket, struct, threading, time, traceback, warnings, weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -102,14 +102,14 @@ def _own_connection(store):
 class Control:
     "The control traffic of this process in one default process group."
     def __init__(self):
-        self.world,self.pid = dist.group.WORLD,os.getpid()
+        self.world,self.pid = weakref.ref(dist.group.WORLD),os.getpid() # held, it would keep the store's server alive
         self.rank,self.size = dist.get_rank(),dist.get_world_size()
         self.inline = _INLINE if self.size <= _FEW_RANKS else 0
         store = dist.PrefixStore('fastai_ddp_callbacks', _own_connection(dist.distributed_c10d._get_default_store()))
         # Some launchers keep one store over several process groups: count the groups that this rank has seen.
         self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
         self.generation,self.count = 0,0 # groups given up so far; rendezvous in this one
-        self.group = self.pending = None
+        self.group = self.pending = self.neighbours = self.failure = None
         self.host = f'host/{_hash(_host())}'
         self.store.set(f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, _alive(self.pid)]))
         self.last = None # the last place where all met, and when
@@ -124,16 +124,18 @@ class Control:
         failure=None, # the exception with which this rank comes, if it has failed
     ): # list of `Row`, one per rank
         "Meet all ranks at `place`. Raises on every rank if one has failed, is elsewhere, or does not come."
-        with self._waiting(place):
-            deadline = time.monotonic() + timeout
+        # A rank that has failed does not wait for those who are late: after half a second it leaves a note instead.
+        deadline = time.monotonic() + (timeout if failure is None else min(timeout/2, 0.5))
+        with self._waiting(place, failure):
             self._join(place, timeout, deadline)
             row = Row(_hash(place.call), FAILED if failure else kind, bits, time.time_ns(), data if len(data) <= self.inline else b'')
             rows = self._exchange(_HEAD.pack(*row[:4]) + row.data.ljust(self.inline, b'\0'), place, timeout, deadline)
             table = [self._row(o) for o in rows]
             self._met(place)
-            # Those who came first may have given up meanwhile, while their messages were under way. If the store has gone,
-            # whoever kept it came here and left.
-            if row.entered - min(o.entered for o in table) > _FIRST_LOOK*1e9: self._look()
+            # Those who came first may have given up before the last one came, with their messages under way. If the store has
+            # gone, whoever kept it came here and left.
+            entered = [o.entered for o in table]
+            if max(entered)-min(entered) > _FIRST_LOOK*1e9: self._look()
             if any(o.kind == FAILED or o.place != row.place for o in table): self._complain(place, failure, timeout)
             return table
 
@@ -149,27 +151,29 @@ class Control:
     def node(self, place, timeout):
         "The ranks that run on this rank's host, in order. A rendezvous of all ranks the first time."
         with self._waiting(place): self._join(place, timeout, time.monotonic()+timeout)
-        return sorted(r for r,*_ in self._neighbours())
+        return sorted(r for r,*_ in self.neighbours)
 
     def _neighbours(self):
-        "(rank, process number, its start) of the ranks on this host that have come so far."
+        "(rank, process number, its start) of the ranks on this host: of those that have come so far, until all have."
+        if self.neighbours is not None: return self.neighbours
         keys = [f'{self.host}/{i+1}' for i in range(self.store.add(self.host, 0))]
         return [json.loads(self.store.get(o)) for o in keys if self.store.check([o])]
 
     @contextmanager
-    def _waiting(self, place):
-        "One rendezvous at a time; whatever ends it early is told to the others."
-        if os.getpid() != self.pid:
-            raise DDPError(f'{place} was called in a process forked from rank {self.rank} (a data loader\'s worker?). '
-                           'Only the rank itself can meet the other ranks.')
+    def _waiting(self, place, failure=None):
+        "One rendezvous at a time; whatever ends it early is told to the others. A rank that has failed raises its own `failure`."
         if not self.lock.acquire(blocking=False):
             raise DDPError(f'{place} was called on rank {self.rank} while another of its threads waits in a rendezvous. '
                            'Let one thread of each rank do all the meeting.')
+        self.failure,self.begun = failure,self.generation
         try: yield
         except BaseException as e:
             self.report(e, place)
-            raise
-        finally: self.lock.release()
+            if failure is None or e is failure: raise
+            raise self._known(failure) from e
+        finally:
+            self.failure = None
+            self.lock.release()
 
     def _met(self, place): self.count,self.last,self.pending = self.count+1,(place, time.monotonic()),None
 
@@ -223,7 +227,7 @@ class Control:
 
     def _finished(self, work, seconds):
         "Whether `work` ends within `seconds`; raises what made it fail."
-        if self.group is self.world: # `wait` of other backends may return early or never
+        if self.group is self.world(): # `wait` of other backends may return early or never
             end = time.monotonic() + seconds
             while not work.is_completed():
                 if time.monotonic() > end: return False
@@ -243,9 +247,11 @@ class Control:
         if not dist.is_gloo_available():
             if self.generation: raise DDPError(f'{place}: an earlier failure has broken the default process group, which is the only '
                 'one here as torch was built without gloo. Destroy it and initialise a new one.')
-            self.group,self.device = self.world,self.world._device_types[0]
+            devices = {o.type:o for o in self.world()._device_types}
+            self.group,self.device = self.world(),devices.get('cpu', *list(devices.values())[:1])
         else:
             self._gather(place, timeout, deadline)
+            self.neighbours = self._neighbours()
             self.group,self.device = self.connect(f'group/{self.generation}', place, timeout, deadline),torch.device('cpu')
 
     def _gather(self, place, timeout, deadline):
@@ -284,7 +290,7 @@ class Control:
         place=None, # where; by default the line that raised it
     ):
         "Tell the other ranks of `error`, unless all of them know it already."
-        if getattr(error, '_known_at', None) == self._now(): return
+        if self.knows(error): return
         try: self._post(_describe(error, place, self.rank))
         except RuntimeError as e: warnings.warn(f'rank {self.rank} failed and could not tell the other ranks: {e}')
         self._known(error)
@@ -300,16 +306,17 @@ class Control:
         finally: self._abandon()
         return note
 
-    def _note(self):
-        key = f'note/{self.generation+1}'
+    def _note(self, generation=None):
+        key = f'note/{(self.generation if generation is None else generation)+1}'
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _look(self, announce=False):
         "Raise if a rank has told of a failure. Gives the error if the store does not answer."
         try:
             if announce: self._announce()
-            note = self._note()
+            note = self._note(self.begun)
         except RuntimeError as e: return e
+        if note is not None and self.generation > self.begun: raise self._error(note, None) # told by another thread of this rank
         if note is not None:
             self._abandon()
             raise self._error(note, None)
@@ -325,6 +332,8 @@ class Control:
         "Mark `error` as one that every rank has heard of."
         error._known_at = self._now()
         return error
+
+    def knows(self, error): return getattr(error, '_known_at', None) == self._now()
 
     def _now(self): return id(self),self.generation,self.count
 
@@ -359,6 +368,7 @@ class Control:
         return f'last seen leaving {self.last[0]}, {time.monotonic()-self.last[1]:.1f} s ago'
 
     def _give_up(self, place, timeout):
+        if self.failure is not None: raise self.failure
         gone = self._look()
         if gone is not None: self._lost(gone, place)
         missing = self._missing()
@@ -375,7 +385,7 @@ class Control:
         try:
             self._announce()
             while time.monotonic() < end and not dead:
-                note = self._note() # a rank that failed said so before it went
+                note = self._note(self.begun) # a rank that failed said so before it went
                 if note is not None: break
                 dead = self._dead()
                 time.sleep(_FIRST_LOOK)

@@ -3,7 +3,7 @@
 Needs torch, not fastai. Ranks are those of the default process group; without one, or in a group of one, everything
 here has its single-process meaning and costs next to nothing."""
 from __future__ import annotations
-import atexit, math, os, pickle, re, struct, sys, threading, warnings
+import atexit, math, os, pickle, re, struct, sys, threading, warnings, weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -213,6 +213,7 @@ def reports_failure(
     The exception itself goes on unchanged, with one exception: a network error of torch on a rank that was left alone by
     a failed one is raised as that rank's failure."""
     try: yield
+    except GeneratorExit: raise # of a generator that is closed early, which is no failure
     except BaseException as e:
         cause = _tell(e, place)
         if cause is not None: raise cause from e
@@ -226,7 +227,7 @@ def _tell(error, place):
         cause = control.cause() if _is_network_error(error) else None
         if cause is None: control.report(error, place)
         return cause
-    except RuntimeError as e: warnings.warn(f'rank {rank()} failed and does not reach the job\'s store to tell the other ranks: {e}')
+    except RuntimeError as e: warnings.warn(f'rank {rank()} failed and cannot tell the other ranks: {e}')
 
 
 def _is_network_error(error):
@@ -237,19 +238,29 @@ def _is_network_error(error):
 
 # -- how it is done
 
-def _get_control():
+def _get_control(call='A rendezvous'):
     "The `Control` of the default process group, or None where there is only one rank."
     global _control
     if not _grouped() or dist.get_world_size() == 1:
         _control = None
         return None
+    if _inherited is not None and _inherited() is dist.group.WORLD:
+        raise DDPError(f'{call} was called in a process forked from rank {rank()} (a data loader\'s worker?): only the rank itself can meet the other ranks.')
     with _making: # two of one rank would not find the other ranks
-        if _control is None or _control.world is not dist.group.WORLD:
+        if _control is None or _control.world() is not dist.group.WORLD:
             try: _control = Control()
             except RuntimeError as e:
                 raise RankFailedError(f"The job's store does not answer rank {rank()}: the process that keeps it, rank 0 under most launchers, is gone "
                                       f'({str(e).splitlines()[0]}).', rank=None, place='', error_type='ProcessDied', error_text=str(e), traceback_text='') from e
         return _control
+
+def _forked():
+    "A child of a rank holds the rank's group, but is not the rank."
+    global _inherited
+    _inherited = weakref.ref(dist.group.WORLD) if _grouped() else None
+
+_inherited = None
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_forked)
 
 @atexit.register
 def _leave():
@@ -289,7 +300,7 @@ class _Meeting:
         self.place,self.timeout = Place(call if named else f'{call} at {where}', where),_seconds(timeout)
         self.alone = _state.alone > 0
         if not self.alone and _state.branches: self._refuse()
-        self.control = None if self.alone else _get_control()
+        self.control = None if self.alone else _get_control(self.place)
 
     def _refuse(self):
         block = _state.branches[-1][0]
@@ -308,8 +319,9 @@ class _Meeting:
         else:
             with reports_failure(self.place): # what is more urgent than to wait for the others (KeyboardInterrupt)
                 try: yield outcome
-                except DDPError: raise # the others have heard of it
-                except Exception as e: outcome.error = e
+                except Exception as e:
+                    if self.control.knows(e): raise # and so do the others, who do not come here either
+                    outcome.error = e
 
     def meet(self, outcome):
         "Meet; gives a `Row` of every rank."
