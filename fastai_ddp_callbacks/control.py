@@ -108,7 +108,7 @@ class Control:
         store = dist.PrefixStore('fastai_ddp_callbacks', _own_connection(dist.distributed_c10d._get_default_store()))
         # Some launchers keep one store over several process groups: count the groups that this rank has seen.
         self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
-        self.generation,self.count = 0,0 # groups given up so far; rendezvous in this one
+        self.generation,self.count,self.marks = 0,0,0 # groups given up so far; rendezvous in this one; errors that all know
         self.group = self.pending = self.neighbours = self.failure = None
         self.host = f'host/{_hash(_host())}'
         self.store.set(f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, _alive(self.pid)]))
@@ -165,10 +165,10 @@ class Control:
         if not self.lock.acquire(blocking=False):
             raise DDPError(f'{place} was called on rank {self.rank} while another of its threads waits in a rendezvous. '
                            'Let one thread of each rank do all the meeting.')
-        self.failure,self.begun = failure,self.generation
+        self.failure,self.begun,since = failure,self.generation,self.marks
         try: yield
         except BaseException as e:
-            self.report(e, place)
+            self.report(e, place, since)
             if failure is None or e is failure: raise
             raise self._known(failure) from e
         finally:
@@ -288,9 +288,10 @@ class Control:
     def report(self,
         error, # exception that leaves this rank's part of the work
         place=None, # where; by default the line that raised it
+        since=0, # `marks` before it was raised
     ):
         "Tell the other ranks of `error`, unless all of them know it already."
-        if self.knows(error): return
+        if self.knows(error, since): return
         try: self._post(_describe(error, place, self.rank))
         except RuntimeError as e: warnings.warn(f'rank {self.rank} failed and could not tell the other ranks: {e}')
         self._known(error)
@@ -330,12 +331,14 @@ class Control:
 
     def _known(self, error):
         "Mark `error` as one that every rank has heard of."
-        error._known_at = self._now()
+        self.marks += 1
+        error._known_at = id(self),self.generation,self.count,self.marks
         return error
 
-    def knows(self, error): return getattr(error, '_known_at', None) == self._now()
-
-    def _now(self): return id(self),self.generation,self.count
+    def knows(self, error, since):
+        "Whether every rank has heard of `error`, after there were `since` marks: it may have been raised before, and again."
+        at = getattr(error, '_known_at', None)
+        return at is not None and at[:3] == (id(self), self.generation, self.count) and at[3] > since
 
     def _error(self, note, place):
         "The exception for a note, to be raised on this rank."
@@ -372,7 +375,7 @@ class Control:
         gone = self._look()
         if gone is not None: self._lost(gone, place)
         missing = self._missing()
-        who = ', '.join(f'rank {r}' for r in missing)
+        who = ', '.join(f'rank {r}' for r in missing) or 'ranks that wait too, but at another place'
         text = (f'{place}: waited {timeout:g} s for {who}.\n' + ''.join(f'  rank {r}: {self._seen()}\n' for r in missing) +
                 'Either it is slow (give this rendezvous more time) or it will never come (look for a branch on the rank, '
                 'or a loop with another number of turns there).')
@@ -392,7 +395,8 @@ class Control:
             else: note = None
             missing = dead or [r for r in self._missing() if r != self.rank]
         except RuntimeError as e: # the store went with the process that kept it
-            error,note,missing = e,None,self._dead()
+            error,note,dead = e,None,self._dead() if self.neighbours is not None else []
+            missing = dead
         if note is not None:
             self._abandon()
             raise self._error(note, place) from error

@@ -212,20 +212,21 @@ def reports_failure(
 
     The exception itself goes on unchanged, with one exception: a network error of torch on a rank that was left alone by
     a failed one is raised as that rank's failure."""
+    since = _control.marks if _control is not None else 0
     try: yield
     except GeneratorExit: raise # of a generator that is closed early, which is no failure
     except BaseException as e:
-        cause = _tell(e, place)
+        cause = _tell(e, place, since)
         if cause is not None: raise cause from e
         raise
 
-def _tell(error, place):
+def _tell(error, place, since=0):
     "Tell the other ranks of `error`. Gives the failure of another rank that has led to it, if so."
     try:
         control = _get_control()
         if control is None: return None
         cause = control.cause() if _is_network_error(error) else None
-        if cause is None: control.report(error, place)
+        if cause is None: control.report(error, place, since)
         return cause
     except RuntimeError as e: warnings.warn(f'rank {rank()} failed and cannot tell the other ranks: {e}')
 
@@ -233,7 +234,7 @@ def _tell(error, place):
 def _is_network_error(error):
     "Whether `error` is what torch raises when other ranks do not come, or go. gloo has no class of its own for it."
     if not isinstance(error, RuntimeError) or isinstance(error, DDPError): return False
-    return isinstance(error, dist.DistError) or re.search('gloo|nccl|connection|timed out', str(error), re.IGNORECASE) is not None
+    return isinstance(error, dist.DistError) or re.search('gloo|nccl|connection|timed out|timeout|pair closure', str(error), re.IGNORECASE) is not None
 
 
 # -- how it is done
@@ -317,10 +318,11 @@ class _Meeting:
         outcome = _Outcome()
         if self.control is None: yield outcome
         else:
+            since = self.control.marks
             with reports_failure(self.place): # what is more urgent than to wait for the others (KeyboardInterrupt)
                 try: yield outcome
                 except Exception as e:
-                    if self.control.knows(e): raise # and so do the others, who do not come here either
+                    if self.control.knows(e, since): raise # and so do the others, who do not come here either
                     outcome.error = e
 
     def meet(self, outcome):

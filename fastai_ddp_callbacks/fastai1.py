@@ -18,6 +18,7 @@ from .batchflag import BatchFlag
 from .checkpoint import load_model_state, model_state, own, plain, read_checkpoint, write_checkpoint
 from .distributed import REDUCTIONS, _tell, agree, barrier, rank, reports_failure, run_on_main, say, together, world_size
 from .environment import process_group
+from .errors import MismatchedCheckpointError
 
 __all__ = ['DDPTrackerCallback', 'DDPSaveModelCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateauCallback', 'DDPReduceLROnPlateau',
            'DDPTerminateOnNaNCallback', 'ddp_ctx']
@@ -225,7 +226,11 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         state,_ = read_checkpoint(path, checksum=checksum)
         with_opt = set(state) == {'model', 'opt'}
         load_model_state(self.learn.model, state['model'] if with_opt else state, path)
-        if with_opt: self.learn.opt.load_state_dict(own(state['opt'])) # which puts each tensor where its parameter is
+        if not with_opt: return
+        try: self.learn.opt.load_state_dict(own(state['opt'])) # which puts each tensor where its parameter is
+        except ValueError as e:
+            if checksum is not None: raise MismatchedCheckpointError(f'{path}: its optimizer state does not fit: {e}', path) from e
+            say(f'The optimizer state of {path} does not fit this optimizer and was left out: {e}', warn=True) # as after unfreezing
 
 
 class DDPTerminateOnNaNCallback(TerminateOnNaNCallback):
@@ -281,10 +286,14 @@ class _DDPTrainer(DistributedTrainer):
         shuffle = getattr(data.train_dl, 'init_kwargs', {}).get('shuffle', True)
         _,data.train_dl,self.train_sampler = self._change_dl(data.train_dl, shuffle or isinstance(data, TextClasDataBunch))
         if data.valid_dl is not None: _,data.valid_dl,self.valid_sampler = self._change_dl(data.valid_dl, shuffle)
-        self.learn.recorder.silent = rank() != 0
+        self.learn.recorder.silent = self.learn.recorder.silent or rank() != 0
 
     def on_epoch_begin(self, **kwargs):
         if self.before is not None: super().on_epoch_begin(**kwargs)
+
+    def on_epoch_end(self, pbar=None, **kwargs):
+        "`lr_find` ends in the same epoch on all ranks, though each judges by its own loss."
+        if pbar is not None and not _is_fit(pbar): self.learn.lr_finder.stop = agree(bool(self.learn.lr_finder.stop), 'any', 'end of lr_find')
 
     def on_train_end(self, **kwargs):
         if isinstance(self.learn.model, DistributedDataParallel): self.learn.model = self.learn.model.module
@@ -301,7 +310,7 @@ def ddp_ctx(
     Uses the default process group, or makes it where a launcher has set the stage. Whatever is raised inside is told to
     the other ranks, and the learner is restored: model, data loaders and callbacks."""
     with process_group(learn.data.device), reports_failure():
-        if world_size() == 1: yield learn
+        if world_size() == 1 or any(isinstance(o, _DDPTrainer) for o in learn.callbacks): yield learn
         else:
             with _distributed(learn, kwargs): yield learn
 

@@ -560,6 +560,15 @@ def test_a_failure_passes_through_several_blocks_and_is_told_once():
     for e in (one[0], two[0]): assert_told(e, 0, 'boom', 'inner')
     assert [o[1:] for o in (zero, one, two)] == [(None, None)]*3
 
+def test_an_exception_that_is_raised_once_more_is_told_once_more():
+    def scenario():
+        own = ValueError('boom')
+        def again(): raise own
+        return [attempt(failing, own) if rank() == 0 else attempt(barrier, 'next') for _ in range(2)] + [attempt(run_on_main, again) for _ in range(2)]
+    zero,one = values(run(scenario, 2))
+    assert types(zero) == [ValueError]*4
+    for e in one: assert_told(e, 0, 'boom')
+
 def test_a_failure_that_is_known_passes_through_the_sections_around_it_on_all_ranks():
     def scenario():
         def nested():
@@ -596,7 +605,7 @@ def test_the_last_barrier_of_a_script_is_passed_by_a_late_rank_though_rank_0_exi
 def test_exceptions_of_any_kind_travel():
     class Odd(Exception):
         def __init__(self): super().__init__(); self.lock = threading.Lock() # cannot be pickled
-    kinds = [lambda: ValueError(), lambda: Odd(), lambda: ValueError('long '*10000), lambda: ValueError('\udc80 🚀 \x00 "quoted"\n'), lambda: StopIteration(3),
+    kinds = [lambda: ValueError(), lambda: Odd(), lambda: ValueError('long '*10000), lambda: ValueError('🚀'*10000), lambda: ValueError('\udc80 🚀 \x00 "quoted"\n'), lambda: StopIteration(3),
              lambda: FileNotFoundError(2, 'No such file', 'a.pth'), lambda: AssertionError(), lambda: ExceptionGroup('two', [ValueError('a'), KeyError('b')])]
     def scenario():
         said = []
@@ -877,7 +886,7 @@ def test_each_node_has_one_rank_that_fetches_and_all_have_one_that_writes(told_b
     in_turn = 'in turn' in told_by
     node = [0, 1, 0, 1] if in_turn else [0, 0, 1, 1]
     def scenario():
-        control._host = lambda: f'node {node[rank()]}'
+        if told_by != 'the launcher': control._host = lambda: f'node {node[rank()]}' # else its LOCAL_RANK alone tells the nodes apart
         return two_nodes()
     local = {'the hosts':[None]*4}.get(told_by, [0, 0, 1, 1] if in_turn else [0, 1, 0, 1])
     said = values(run(scenario, 4, env=lambda r: dict(LOCAL_RANK=local[r], LOCAL_WORLD_SIZE=2)))

@@ -7,7 +7,7 @@ from fastai.basics import num_distrib, rank_distrib
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx
+from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx, rank
 from learners1 import Hook, digest, fit, learner, mae
 from race1 import arguments
 from ranks import run, values
@@ -114,3 +114,26 @@ def test_under_the_launcher_no_rank_has_loaded_before_rank_0_has_saved(tmp_path)
     assert sorted(r for what,r in when if what == 'loaded') == [0, 1, 2] and [r for what,r in when if what == 'saved'] == [0]
     assert all(t > when['saved', 0] for (what,_),t in when.items() if what == 'loaded')
     assert len({what for what,_ in when if what.startswith('weights')}) == 1
+
+def test_a_context_within_a_context_changes_nothing(tmp_path):
+    def scenario():
+        learn = learner(tmp_path)
+        with ddp_ctx(learn):
+            with ddp_ctx(learn): learn.fit(1, .1)
+            learn.fit(1, .1)
+        return digest(learn.model),type(learn.model).__name__,type(learn.data.train_dl.sampler).__name__
+    a,b = values(run(scenario, 2))
+    assert a == b and 'Distributed' not in a[1]+a[2]
+
+def test_lr_find_ends_together_though_the_loss_diverges_on_one_rank(tmp_path):
+    def scenario():
+        learn,calls = learner(tmp_path),[]
+        stock = learn.loss_func
+        def diverges(o, y):
+            calls.append(1)
+            return stock(o, y)*(1e3 if rank() == 1 and len(calls) > 4 else 1)
+        learn.loss_func = diverges
+        before = digest(learn.model)
+        with ddp_ctx(learn): learn.lr_find(num_it=24)
+        return before == digest(learn.model)
+    assert values(run(scenario, 2)) == [True, True]
