@@ -211,19 +211,21 @@ class Control:
         "Wait for `work`; raise if a rank fails, dies, or does not come before `deadline`."
         self.pending,pause = work,_FIRST_LOOK
         while True:
-            try:
-                if self._finished(work, min(pause, max(deadline-time.monotonic(), 0.001))): break
-            except RuntimeError as e: self._lost(e, place)
+            if self._ended(work, min(pause, max(deadline-time.monotonic(), 0.001)), place): break
             gone = self._look(announce=pause == _FIRST_LOOK)
             if gone is not None or pause == _SLOWEST_LOOK and self._dead():
-                if self._finished(work, 0.001): break # the last that it did was to come here
+                if self._ended(work, 0.001, place): break # the last that it did was to come here
                 self._lost(gone, place)
             if time.monotonic() >= deadline:
                 time.sleep(2*_FIRST_LOOK) # a rank that comes in the last moment is not missing
-                if self._finished(work, 0.001): break
+                if self._ended(work, 0.001, place): break
                 self._give_up(place, timeout)
             pause = min(2*pause, _SLOWEST_LOOK)
         self.pending = None
+
+    def _ended(self, work, seconds, place):
+        try: return self._finished(work, seconds)
+        except RuntimeError as e: self._lost(e, place)
 
     def _finished(self, work, seconds):
         "Whether `work` ends within `seconds`; raises what made it fail."
@@ -345,8 +347,8 @@ class Control:
         here = f'\n(Raised on rank {self.rank} at {place}.)' if place else f'\n(Raised on rank {self.rank}.)'
         if note['kind'] == 'timeout':
             return self._known(BarrierTimeoutError(note['text'] + here, place=note['place'], missing=note['missing'], seconds=note['seconds']))
-        first = note['text'] # which speaks for itself, if it names the rank
-        if not first.startswith(f"rank {note['rank']}"): first = f"rank {note['rank']} failed in {note['place']}: {note['type']}: {first}"
+        first = note['text'] # ours speaks for itself
+        if note['kind'] == 'failed' and note['type'] != 'BarrierInBranchError': first = f"rank {note['rank']} failed in {note['place']}: {note['type']}: {first}"
         tail = f"\n\nTraceback of rank {note['rank']}:\n{note['traceback']}" if note.get('traceback') else ''
         return self._known(RankFailedError(first + here + tail, rank=note['rank'], place=note['place'], error_type=note['type'],
                                            error_text=note['text'], traceback_text=note.get('traceback', '')))

@@ -93,8 +93,8 @@ def agree(
 ) -> float|int|bool|None: # the same on every rank
     """Make one value out of one per rank, in one collective, which is a `barrier` too and raises what that raises.
 
-    Ranks without a value are left out; the result is None if all are. NaN on any rank gives NaN. If all ranks hold the
-    same value, exactly that comes back. `TypeError` for a value that is no number, `ValueError` for an unknown `how`;
+    Ranks without a value are left out; the result is None if all are. NaN on any rank gives NaN (`'main'` looks at rank 0
+    alone). If all ranks hold the same value, exactly that comes back. `TypeError` for a value that is no number, `ValueError` for an unknown `how`;
     either makes the other ranks raise `RankFailedError`."""
     meeting = _Meeting(_call('agree', name, f'how={how!r}'), timeout, name is not None)
     with meeting.failing_together() as outcome:

@@ -20,6 +20,7 @@ def _start_server():
     _context.set_forkserver_preload([PRELOAD])
     path,here = os.environ.get('PYTHONPATH'),Path(__file__).parent
     os.environ['PYTHONPATH'] = os.pathsep.join([str(here), str(here.parent), *filter(None, [path])])
+    os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1') # torch looks up the name of each peer: a deaf name server must not cost 5 s
     try: forkserver.ensure_running()
     finally:
         if path is None: del os.environ['PYTHONPATH']
