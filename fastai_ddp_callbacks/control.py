@@ -347,8 +347,8 @@ class Control:
         here = f'\n(Raised on rank {self.rank} at {place}.)' if place else f'\n(Raised on rank {self.rank}.)'
         if note['kind'] == 'timeout':
             return self._known(BarrierTimeoutError(note['text'] + here, place=note['place'], missing=note['missing'], seconds=note['seconds']))
-        first = note['text'] # ours speaks for itself
-        if note['kind'] == 'failed' and note['type'] != 'BarrierInBranchError': first = f"rank {note['rank']} failed in {note['place']}: {note['type']}: {first}"
+        first = note['text']
+        if note['kind'] == 'failed': first = f"rank {note['rank']} failed in {note['place']}: {note['type']}: {first}"
         tail = f"\n\nTraceback of rank {note['rank']}:\n{note['traceback']}" if note.get('traceback') else ''
         return self._known(RankFailedError(first + here + tail, rank=note['rank'], place=note['place'], error_type=note['type'],
                                            error_text=note['text'], traceback_text=note.get('traceback', '')))
