@@ -1,6 +1,7 @@
 "The notebooks run from the first cell to the last on this Python, and what is stored in them comes from such a run."
 from __future__ import annotations
 import re, sys, time
+import os
 from pathlib import Path
 
 import nbformat, pytest
@@ -8,6 +9,8 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
+
+os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1') # for the kernel: torch looks up the name of each peer, and the groups there wait 4 s
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent/'nbs').glob('*.ipynb'))
 LIMIT = 170 # seconds for a notebook
