@@ -1,7 +1,6 @@
 "The notebooks run from the first cell to the last on this Python, and what is stored in them comes from such a run."
 from __future__ import annotations
-import re, sys, time
-import os
+import os, re, sys, time
 from pathlib import Path
 
 import nbformat, pytest
