@@ -57,7 +57,10 @@ class BatchFlag:
         who = self.read()
         if not who:
             if self._line is None: self._line = self._open(control)
-            self._line.send(bool(raised), control.size, get_timeout())
+            try: self._line.send(bool(raised), control.size, get_timeout())
+            except RuntimeError as e: # a connection that is closed already
+                place = Place(f'flag({self.name!r})', 'the next batch')
+                with control._waiting(place): control._lost(e, place)
         return who
 
     def read(self) -> list: # the ranks that raised the flag in the last batch

@@ -187,7 +187,9 @@ class Control:
         row = torch.frombuffer(bytearray(data*self.size), dtype=torch.uint8).to(self.device)
         out,opts = torch.empty_like(row),dist.AllToAllOptions()
         opts.timeout = timedelta(seconds=timeout+1) # ours comes first; after that gloo lets go of it too
-        self._wait(self.group.alltoall_base(out, row, [], [], opts), place, timeout, deadline)
+        try: work = self.group.alltoall_base(out, row, [], [], opts)
+        except RuntimeError as e: self._lost(e, place) # a connection that is closed already
+        self._wait(work, place, timeout, deadline)
         out,n = out.cpu().numpy().tobytes(),len(data)
         return [out[i:i+n] for i in range(0, len(out), n)]
 
