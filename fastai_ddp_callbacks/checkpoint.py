@@ -3,7 +3,7 @@
 The file is what `torch.save` makes, so that stock fastai and torch load it. A zip archive may end in a comment, which
 they ignore: ours holds the metadata as JSON and a checksum over every byte before the checksum."""
 from __future__ import annotations
-import json, mmap, os, re, secrets, struct, sys, time, warnings
+import errno, json, mmap, os, re, secrets, struct, sys, time, warnings, zipfile
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -11,10 +11,10 @@ from pickle import UnpicklingError
 import numpy as np, torch, xxhash
 from torch.serialization import get_crc32_options, safe_globals, set_crc32_options
 
-from .errors import (CheckpointError, CheckpointWriteError, CorruptCheckpointError, MismatchedCheckpointError,
-                     NewerCheckpointError, UnsafeCheckpointError)
+from .errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, NewerCheckpointError, UnsafeCheckpointError
+from .process import alive, host, lives
 
-__all__ = ['write_checkpoint', 'read_checkpoint', 'verify_checkpoint', 'read_metadata', 'model_state', 'load_model_state']
+__all__ = ['write_checkpoint', 'read_checkpoint', 'verify_checkpoint', 'read_metadata']
 
 _FORMAT = 1
 _FOOTER = struct.Struct('<8sHH16s') # magic, format, length of the JSON before it, checksum
@@ -33,11 +33,12 @@ def write_checkpoint(
     """Write `state` so that at every instant `path` is either what it was or the new checkpoint, whole and on disk.
 
     `CheckpointWriteError` if that fails, with the old file unchanged and no other file left."""
-    path = Path(path)
+    path = Path(os.path.realpath(path)) # a link stays one, and its target is replaced
     _refuse_unsafe(state, path)
     meta = dict(meta or {}, format=_FORMAT, time=time.time(), torch=torch.__version__)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path.parent)
         temporary,file = _open_beside(path)
     except OSError as e: raise _write_error(e, path) from e
     try:
@@ -52,7 +53,8 @@ def write_checkpoint(
         temporary.unlink(missing_ok=True)
         if isinstance(e, OSError): raise _write_error(e, path) from e
         raise
-    _sync_folder(path.parent) # the new name itself
+    try: _sync_folder(path.parent) # the new name itself
+    except OSError as e: raise _write_error(e, path, 'It is there now, but may be gone after a power cut.') from e
     return meta
 
 def _refuse_unsafe(o, path, name='state'):
@@ -65,22 +67,42 @@ def _refuse_unsafe(o, path, name='state'):
         raise UnsafeCheckpointError(f'{path} is not written: {name} is a {type(o).__name__}, and a file is only safe to read if it holds nothing '
                                     'but tensors and plain values.', path)
 
-def _write_error(e, path):
-    error = CheckpointWriteError(f'{path} could not be written: [Errno {e.errno}] {e.strerror or e}. What was there before is unchanged. '
-                                 'Free some space or choose another folder.', path)
+def _write_error(e, path, now='What was there before is unchanged. Free some space or choose another folder.'):
+    error = CheckpointWriteError(f'{path} could not be written: [Errno {e.errno}] {e.strerror or e}. {now}', path)
     error.errno = e.errno
     return error
 
+def temporary_beside(
+    path:Path # of a file to be made
+) -> Path: # in the same folder
+    "A name that nobody else uses, for a file that is swept once this process has gone."
+    pid = os.getpid()
+    return path.with_name(f'.{path.name[:40]}.{host()}-{pid}-{alive(pid)}-{secrets.token_hex(8)}.writing')
+
 def _open_beside(path):
     "A new file in the folder of `path`, with the permissions that `path` has or the umask gives."
-    temporary = path.with_name(f'.{path.name[:100]}.{os.getpid()}-{secrets.token_hex(8)}.writing')
+    temporary = temporary_beside(path)
     fd = os.open(temporary, os.O_WRONLY|os.O_CREAT|os.O_EXCL|getattr(os, 'O_CLOEXEC', 0), 0o666)
     if path.exists(): os.fchmod(fd, path.stat().st_mode & 0o777)
     return temporary,open(fd, 'wb', buffering=0)
 
+_TEMPORARY = re.compile(r'\..*\.([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{16}\.writing', re.DOTALL)
+_ABANDONED = 24*3600 # seconds after which a file that a process of another host has stopped writing is taken for a dead one's
+
+def _sweep(folder):
+    "Remove what killed processes have left half written in `folder`, and nothing else."
+    with os.scandir(folder) as entries: found = [(o, m) for o in entries if (m := _TEMPORARY.fullmatch(o.name)) and o.is_file(follow_symlinks=False)]
+    for entry,m in found:
+        try:
+            dead = not lives(int(m[2]), int(m[3])) if m[1] == host() else time.time()-entry.stat().st_mtime > _ABANDONED
+            if dead: os.unlink(entry.path)
+        except (FileNotFoundError, PermissionError): pass # another process has swept it, or it is not ours to sweep
+
 def _sync_folder(folder):
     fd = os.open(folder, os.O_RDONLY)
     try: os.fsync(fd)
+    except OSError as e:
+        if e.errno != errno.EINVAL: raise # some network disks know no such thing
     finally: os.close(fd)
 
 @contextmanager
@@ -148,11 +170,12 @@ def read_metadata(
 
 def verify_checkpoint(
     path:str|Path, # a checkpoint
+    progress=None, # called with the bytes read and the bytes there are, about every 16 MB
 ) -> dict|None: # its metadata; None for a file of stock fastai or torch, which cannot be verified
     "Read every byte of a checkpoint and compare the checksum. Nothing in it is executed. `CheckpointError` if damaged."
     with _opened(path) as f:
         meta = _footer(f, path)
-        if meta is not None: _verify(f, meta, path)
+        if meta is not None: _verify(f, meta, path, progress)
         return meta
 
 def read_checkpoint(
@@ -177,13 +200,21 @@ def read_checkpoint(
         # the name may be given to a newer file at any moment: load the one that was verified
         source = f'/proc/self/fd/{f.fileno()}' if os.path.exists('/proc/self/fd') else str(path)
         try:
+            if zipped: _refuse_packed(f, path)
             with safe_globals(_allowed()): return torch.load(source, map_location=device, weights_only=True, mmap=zipped),meta
         except UnpicklingError as e:
             raise UnsafeCheckpointError(f'{path} was refused: it holds more than tensors and plain values, so that loading it could run code '
                                         f'({str(e).splitlines()[0]}). If you trust it, load it with torch.load(..., weights_only=False) yourself.', path) from e
-        except OSError as e: raise _read_error(e, path) from e
-        except (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, AssertionError, MemoryError) as e:
+        except OSError: raise # it has the system's reason
+        except (RuntimeError, ValueError, EOFError, LookupError, AttributeError, TypeError, AssertionError, MemoryError, OverflowError, struct.error,
+                zipfile.BadZipFile) as e:
             raise CorruptCheckpointError(f'{path} cannot be read as a checkpoint: {type(e).__name__}: {str(e)[:300]}', path) from e
+
+def _refuse_packed(f, path):
+    "torch unpacks in memory what an archive holds packed, however much that is. `torch.save` packs nothing."
+    entries,size = zipfile.ZipFile(f).infolist(),os.fstat(f.fileno()).st_size
+    if any(o.compress_type != zipfile.ZIP_STORED for o in entries) or sum(o.file_size for o in entries) > size:
+        raise CorruptCheckpointError(f'{path} was refused: it unpacks to more than it holds, which nothing that torch saves does.', path)
 
 def _allowed():
     "What the optimizer state of a stock fastai file holds beside tensors."
@@ -195,7 +226,10 @@ def _allowed():
 def _opened(path):
     try: f = open(path, 'rb')
     except OSError as e: raise _read_error(e, path) from e
-    with f: yield f
+    with f:
+        try: yield f
+        except CheckpointError: raise
+        except OSError as e: raise _read_error(e, path) from e
 
 def _read_error(e, path): return CheckpointError(f'{path} could not be read: {e.strerror or e}.', path)
 
@@ -210,72 +244,19 @@ def _footer(f, path):
         _,version,n,digest = _FOOTER.unpack(footer)
         if version > _FORMAT: raise NewerCheckpointError(f'{path} is of format {version}, this version of the package reads up to {_FORMAT}: update it.', path)
         try: return dict(json.loads(tail(n+_FOOTER.size)[:n]), checksum=digest.hex())
-        except (TypeError, ValueError) as e: raise CorruptCheckpointError(f'{path} is corrupt: its metadata are unreadable.', path) from e
+        except (TypeError, ValueError, RecursionError) as e: raise CorruptCheckpointError(f'{path} is corrupt: its metadata are unreadable.', path) from e
     f.seek(0)
     start,end = f.read(2),tail(_END)
     if start == b'PK' and not (end.startswith(_END_MAGIC) and end.endswith(b'\0\0')) or size < _END:
         raise CorruptCheckpointError(f'{path} is truncated or corrupt: it has {size} bytes and does not end as a checkpoint does.', path)
     return None
 
-def _verify(f, meta, path):
+def _verify(f, meta, path, progress=None):
     seen = xxhash.xxh3_128()
     with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
         n = len(view) - 16 # the checksum itself
-        for i in range(0, n, 1<<24): seen.update(view[i:min(i+(1<<24), n)])
+        for i in range(0, n, 1<<24):
+            seen.update(view[i:min(i+(1<<24), n)])
+            if progress: progress(min(i+(1<<24), n), n)
     if seen.hexdigest() != meta['checksum']: raise CorruptCheckpointError(f'{path} is corrupt: its bytes do not match its checksum. Use an earlier checkpoint.', path)
 
-
-# -- what is in it
-
-def plain(
-    o # a state of an optimizer, say
-): # the same in types that torch loads safely
-    "numpy's numbers as Python's; lists and tensors of any class as lists and tensors."
-    if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
-    if isinstance(o, torch.Tensor): return o if type(o).__module__.startswith('torch') else o.detach().as_subclass(torch.Tensor)
-    if isinstance(o, (np.generic, np.ndarray)): return o.tolist()
-    if isinstance(o, tuple): return tuple(map(plain, o))
-    return o if isinstance(o, (str, bytes)) or not hasattr(o, '__iter__') else list(map(plain, o))
-
-def own(
-    o, # what `read_checkpoint` gave, or a part of it
-    device='cpu' # where to put it
-): # the same with tensors of its own, which do not need the file
-    "Copy tensors out of the mapped file."
-    if isinstance(o, dict): return {k:own(v, device) for k,v in o.items()}
-    if isinstance(o, (list, tuple)): return type(o)(own(v, device) for v in o)
-    return o.to(device, copy=True) if isinstance(o, torch.Tensor) else o
-
-def _bare(model):
-    "The model inside wrappers for distribution and compilation."
-    while True:
-        inner = getattr(model, '_orig_mod', None) or (model.module if isinstance(model, _WRAPPERS) else None)
-        if inner is None: return model
-        model = inner
-
-_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-
-def _plain_name(key): return re.sub(r'(^|(?<=\.))_orig_mod\.', '', re.sub(r'^(module\.)+', '', key))
-
-def model_state(model) -> dict:
-    "The state dict of a model, wrapped or not, with the names that the bare model has."
-    return {re.sub(r'(^|(?<=\.))_orig_mod\.', '', k):plain(v) for k,v in _bare(model).state_dict().items()}
-
-def load_model_state(
-    model, # wrapped or not
-    state:dict, # a state dict, saved from a wrapped or a bare model
-    path='', # the file that it comes from, for messages
-) -> None:
-    "Copy `state` into `model`; `MismatchedCheckpointError`, with the model unchanged, if names or shapes differ."
-    model = _bare(model)
-    own = model.state_dict()
-    if state.keys() != own.keys():
-        names = {_plain_name(k):k for k in own}
-        state = {names.get(_plain_name(k), k):v for k,v in state.items()}
-    def some(keys): return ', '.join(list(keys)[:3]) + (f' and {len(keys)-3} more' if len(keys) > 3 else '')
-    missing,extra = [k for k in own if k not in state],[k for k in state if k not in own]
-    other = [f'{k} ({tuple(state[k].shape)} in the file, {tuple(v.shape)} in the model)' for k,v in own.items()
-             if k in state and getattr(v, 'shape', None) != getattr(state[k], 'shape', None)]
-    wrong = '; '.join(f'{what} {some(keys)}' for what,keys in (('missing:', missing), ('not in the model:', extra), ('of another shape:', other)) if keys)
-    if wrong: raise MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model. {wrong}.', path)
-    model.load_state_dict(state)

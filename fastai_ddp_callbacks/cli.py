@@ -1,22 +1,33 @@
-"The command line: `fastai-ddp COMMAND`. A command is a module with `add_arguments(parser)` and `run(args)`, which gives the exit status."
+"The command line: `fastai-ddp COMMAND`. A command is a pair of functions: one adds its arguments to a parser, one takes them and gives the exit status."
 from __future__ import annotations
-import argparse, sys
+import argparse, os, sys
 
-from . import __version__, demo
+from . import __version__, demo, files
 
 __all__ = ['main']
 
-_COMMANDS = dict(demo=(demo, 'show that no rank loads the best model before rank 0 has saved it'))
+_COMMANDS = dict(demo=(demo.add_arguments, demo.run, 'show that no rank loads the best model before rank 0 has saved it'),
+                 ls=(files.ls_arguments, files.ls, 'list the checkpoints in a folder, each one read and verified'),
+                 verify=(files.verify_arguments, files.verify, 'read checkpoints and compare their checksums'),
+                 show=(files.show_arguments, files.show, 'show what a checkpoint says of itself, and whether it is whole'))
+_CHECKS = ' The exit status is 0, or 1 if a file is damaged or cannot be read, 2 if a path is missing. Nothing in a file is executed.'
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog='fastai-ddp', description='fastai callbacks that are right under DistributedDataParallel.')
     parser.add_argument('--version', action='version', version=f'fastai_ddp_callbacks {__version__}')
     commands = parser.add_subparsers(title='commands', required=True, dest='command', metavar='COMMAND')
-    for name,(module,text) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.')
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    for name,(add_arguments,run,text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.{"" if run is demo.run else _CHECKS}')
+        add_arguments(command)
+        command.set_defaults(run=run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        status = args.run(args)
+        print(end='', flush=True) # a reader that is gone shows here, and not when Python ends
+        return status
+    except KeyboardInterrupt: return 130
+    except BrokenPipeError: # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()) # where Python's last flush goes
+        return 141
 
 if __name__ == '__main__': sys.exit(main())

@@ -8,7 +8,7 @@ What goes wrong outside a rendezvous is written as a note into the job's store, 
 waits looks there every now and then. After a note the group is given up (its last exchange may never end) and the
 ranks meet in a group of the next generation."""
 from __future__ import annotations
-import ctypes, hashlib, json, os, socket, struct, threading, time, traceback, warnings, weakref
+import ctypes, hashlib, json, os, struct, threading, time, traceback, warnings, weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch, torch.distributed as dist
 
 from .errors import BarrierMismatchError, BarrierTimeoutError, DDPError, RankFailedError
+from .process import alive, host, lives
 
 NOTHING, BOOL, INT, FLOAT, BYTES, FAILED = range(6) # what a row carries
 _FIRST_LOOK, _SLOWEST_LOOK = 0.05, 0.5 # seconds between looks at the store while waiting
@@ -43,27 +44,6 @@ class Row(NamedTuple):
 
 @lru_cache(1024)
 def _hash(text): return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), 'little', signed=True)
-
-
-def _alive(pid):
-    "The start time of process `pid`, 0 if it has none that can be read, None if it is gone or a zombie."
-    try:
-        with open(f'/proc/{pid}/stat') as f: fields = f.read().rpartition(')')[2].split()
-        return None if fields[0] in 'ZX' else int(fields[19])
-    except FileNotFoundError:
-        if os.path.exists('/proc/self/stat'): return None
-    except ProcessLookupError: return None # it went between open and read
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return None
-    except PermissionError: return 0 # somebody else's, so alive
-    return 0
-
-
-def _host():
-    "What tells whether two ranks can see each other's process number."
-    try: space = os.readlink('/proc/self/ns/pid')
-    except OSError: space = ''
-    return f'{socket.gethostname()} {space}'
 
 
 def _describe(error, place, rank):
@@ -110,8 +90,8 @@ class Control:
         self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
         self.generation,self.count,self.marks = 0,0,0 # groups given up so far; rendezvous in this one; errors that all know
         self.group = self.pending = self.neighbours = self.failure = None
-        self.host = f'host/{_hash(_host())}'
-        self.store.set(f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, _alive(self.pid)]))
+        self.host = f'host/{host()}'
+        self.store.set(f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, alive(self.pid)]))
         self.last = None # the last place where all met, and when
         self.lock = threading.Lock()
 
@@ -143,10 +123,17 @@ class Control:
         "The `n` bytes of rank `src`, on every rank: for those that were too many to come with the row that told `n`."
         with self._waiting(place):
             t = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == src else torch.empty(n, dtype=torch.uint8)
-            t,opts = t.to(self.device),dist.BroadcastOptions()
-            opts.rootRank,opts.rootTensor,opts.timeout = src,0,timedelta(seconds=timeout+1)
-            self._wait(self.group.broadcast([t], opts), place, timeout, time.monotonic()+timeout)
-            return t.cpu().numpy().tobytes()
+            return self._spread(t, src, place, timeout).numpy().tobytes()
+
+    def spread(self, t, src, place, timeout):
+        "Fill `t`, on the CPU, with what rank `src` has in it, on every rank."
+        with self._waiting(place): t.copy_(self._spread(t, src, place, timeout)) # which is `t` itself where the group is gloo's
+
+    def _spread(self, t, src, place, timeout):
+        t,opts = t.to(self.device),dist.BroadcastOptions()
+        opts.rootRank,opts.rootTensor,opts.timeout = src,0,timedelta(seconds=timeout+1)
+        self._wait(self.group.broadcast([t], opts), place, timeout, time.monotonic()+timeout)
+        return t.cpu()
 
     def node(self, place, timeout):
         "The ranks that run on this rank's host, in order. A rendezvous of all ranks the first time."
@@ -368,7 +355,7 @@ class Control:
 
     def _dead(self):
         "The ranks on this host whose process is gone."
-        return [r for r,pid,start in self._neighbours() if _alive(pid) not in (start, 0)]
+        return [r for r,pid,start in self._neighbours() if not lives(pid, start)]
 
     def _seen(self):
         if self.last is None: return 'not seen at any rendezvous yet'

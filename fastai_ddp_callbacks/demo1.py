@@ -35,8 +35,6 @@ class Ours(DDPSaveModelCallback):
     def _finish(self):
         self.race.wants_to_load()
         super()._finish()
-    def _read(self, *args):
-        super()._read(*args)
         self.race.note(LOADED)
 
 

@@ -7,13 +7,14 @@ import atexit, math, os, pickle, re, struct, sys, threading, warnings, weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
+from types import SimpleNamespace
 
-import torch.distributed as dist
+import torch, torch.distributed as dist
 
 from .control import BOOL, BYTES, FLOAT, INT, NOTHING, Control, Place, Row
 from .errors import BarrierInBranchError, DDPError, RankFailedError
 
-__all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'barrier', 'agree', 'broadcast', 'together', 'run_on_main',
+__all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'barrier', 'agree', 'broadcast', 'broadcast_tensors', 'together', 'run_on_main',
            'main_process_only', 'run_once_per_node', 'once_per_node', 'no_barrier', 'reports_failure', 'get_timeout',
            'set_timeout']
 
@@ -131,10 +132,53 @@ def together(
     name:str|None=None, # what the block does, the same on all ranks; by default where it stands in the code
     timeout:float|timedelta|None=None, # how long a rank waits at the end for the others, in seconds; `get_timeout()` by default
 ):
-    "Run the block on every rank, then meet: if it raises on one rank, all raise. Raises what `barrier` raises."
-    meeting = _Meeting(_call('together', name), timeout, name is not None)
-    with meeting.failing_together() as outcome: yield
-    meeting.meet(outcome)
+    """Run the block on every rank, then meet: if it raises on one rank, all raise. Raises what `barrier` raises.
+
+    Gives an object: the number that the block puts into its `value` is afterwards in the list `values` of all ranks."""
+    meeting,shared = _Meeting(_call('together', name), timeout, name is not None),SimpleNamespace(value=None, values=[])
+    with meeting.failing_together() as outcome:
+        yield shared
+        outcome.row = _encode(_plain(shared.value))
+    shared.values = [_decode(o.kind, o.bits) for o in meeting.meet(outcome)]
+
+def broadcast_tensors(
+    tensors:list, # on rank `src` what to send, on the others where to put it; of equal shapes and types on all ranks, on any device
+    src:int=0, # the rank that sends
+    name:str|None=None, # what is sent, the same on all ranks; by default where the call stands in the code
+    timeout:float|timedelta|None=None, # time limit of each piece, in seconds; `get_timeout()` by default
+) -> None:
+    """Copy the tensors of rank `src` into those of all ranks, 16 MB at a time, which is all the memory that it needs.
+
+    Raises what `barrier` raises; a rank that dies on the way leaves the others with the tensors that have come."""
+    meeting = _Meeting(_call('broadcast_tensors', name, f'src={src}'), timeout, name is not None)
+    if meeting.control is None: return
+    pieces = [(o, i, min(i+_BUCKET, o.nbytes)) for o in tensors for i in range(0, o.nbytes, _BUCKET)]
+    with reports_failure(meeting.place):
+        for bucket in _buckets(pieces):
+            data = torch.empty(sum(j-i for _,i,j in bucket), dtype=torch.uint8)
+            if rank() == src: _through(bucket, data, lambda part,piece: piece.copy_(part))
+            meeting.control.spread(data, src, meeting.place, meeting.timeout)
+            if rank() != src: _through(bucket, data, lambda part,piece: part.copy_(piece))
+
+_BUCKET = 1<<24
+
+def _buckets(pieces):
+    "Pieces of tensors, gathered until they fill a bucket."
+    bucket,size = [],0
+    for o in pieces:
+        if bucket and size+o[2]-o[1] > _BUCKET:
+            yield bucket
+            bucket,size = [],0
+        bucket.append(o)
+        size += o[2]-o[1]
+    if bucket: yield bucket
+
+def _through(bucket, data, copy):
+    "Copy each piece of a tensor from or to its place in `data`."
+    at = 0
+    for t,i,j in bucket:
+        copy(t.detach().reshape(-1).view(torch.uint8)[i:j], data[at:at+j-i])
+        at += j-i
 
 def say(
     text:str, # one line for the user

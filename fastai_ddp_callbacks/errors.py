@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 __all__ = ['DDPError', 'BarrierMismatchError', 'RankFailedError', 'BarrierTimeoutError', 'BarrierInBranchError', 'CheckpointError',
-           'CheckpointWriteError', 'CorruptCheckpointError', 'UnsafeCheckpointError', 'NewerCheckpointError', 'MismatchedCheckpointError']
+           'CheckpointWriteError', 'CorruptCheckpointError', 'UnsafeCheckpointError', 'NewerCheckpointError', 'MismatchedCheckpointError',
+           'CheckpointInUseError', 'UnequalWeightsError']
 
 
 class DDPError(RuntimeError):
@@ -60,3 +61,11 @@ class NewerCheckpointError(CheckpointError):
 
 class MismatchedCheckpointError(CheckpointError):
     "The file is whole, but its weights are not those of this model."
+
+
+class CheckpointInUseError(CheckpointError):
+    "Another run, which still lives, saves under this name in this folder."
+
+
+class UnequalWeightsError(DDPError):
+    "After all ranks have loaded a checkpoint, their weights differ. `digests`: list of int, by rank."

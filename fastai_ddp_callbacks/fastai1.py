@@ -5,9 +5,10 @@ that is where our callbacks start; in the others they stay inert."""
 from __future__ import annotations
 import math, sys
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
-import fastprogress.fastprogress, torch
+import fastprogress.fastprogress, numpy as np, torch
 from fastai.callbacks.tracker import (EarlyStoppingCallback, ReduceLROnPlateauCallback, SaveModelCallback, TerminateOnNaNCallback,
                                       TrackerCallback)
 from fastai.core import camel2snake
@@ -15,10 +16,12 @@ from fastai.distributed import DistributedTrainer, TextClasDataBunch
 from torch.nn.parallel import DistributedDataParallel
 
 from .batchflag import BatchFlag
-from .checkpoint import load_model_state, model_state, own, plain, read_checkpoint, write_checkpoint
-from .distributed import REDUCTIONS, _tell, agree, barrier, rank, reports_failure, run_on_main, say, together, world_size
+from .checkpoint import read_metadata
+from .distributed import REDUCTIONS, _tell, agree, rank, reports_failure, run_on_main, say, world_size
 from .environment import process_group
-from .errors import MismatchedCheckpointError
+from .loading import load_everywhere
+from .store import Store
+from .weights import model_state, plain
 
 __all__ = ['DDPTrackerCallback', 'DDPSaveModelCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateauCallback', 'DDPReduceLROnPlateau',
            'DDPTerminateOnNaNCallback', 'ddp_ctx']
@@ -69,6 +72,7 @@ class DDPTrackerCallback(TrackerCallback):
         if self._training or not _is_fit(pbar): return
         self._check_monitor()
         super().on_train_begin(pbar=pbar, **kwargs)
+        self._begin(**kwargs)
         self._training = True
 
     def _check_monitor(self):
@@ -84,6 +88,7 @@ class DDPTrackerCallback(TrackerCallback):
         trained,self._training = self._training,False
         if not _failed(exception, self._before) and trained: self._finish()
 
+    def _begin(self, **kwargs): "What is to be done before the first epoch."
     def _decide(self, epoch): "What the value of the epoch leads to; the same on all ranks. As an event, gives what fastai is to change."
     def _finish(self): "What is to be done when training has ended well."
 
@@ -172,65 +177,63 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         reduce='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'
     ):
         super().__init__(learn, monitor, mode, reduce, every=every, name=name)
-        self.last_saved_path = self._best = None # the latter: path and checksum of the file that `best` belongs to
-
-    def on_train_begin(self, pbar=None, **kwargs):
-        super().on_train_begin(pbar=pbar, **kwargs)
-        if pbar is not None: self._best = None
+        self.last_saved_path = self._store = None
 
     def _check_monitor(self):
         if self.every == 'improvement': super()._check_monitor()
+
+    def _begin(self, n_epochs, **kwargs):
+        self._store = Store(self.learn.path/self.learn.model_dir, self.name, lower=self.operator is np.less, several=self.every == 'epoch')
+        run_on_main(self._store.prepare, (3*sum(o.nbytes for o in self.learn.model.state_dict().values()), n_epochs)) # with the optimizer's
+
+    def on_train_end(self, exception=False, **kwargs):
+        try: super().on_train_end(exception=exception, **kwargs)
+        finally:
+            if self._store: self._store.lock.release()
 
     def jump_to_epoch(self, epoch):
         "Load what was saved after the epoch before, if rank 0 finds it."
         if not _is_fit(self.learn.recorder.pbar): return
         name = f'{self.name}_{epoch-1}'
-        path = run_on_main(self._find, (name,))
-        if path is None: return say(f'Model {name} not found.')
-        with together(f'load {path}'): self._read(path)
+        found = run_on_main(self._find, (name,))
+        if found is None: return say(f'Model {name} not found.')
+        load_everywhere(self.learn.model, *found, self._load_opt)
         say(f'Loaded {name}')
 
     def _decide(self, epoch):
-        if self.every == 'epoch': self._save(f'{self.name}_{epoch}', epoch)
+        if self.every == 'epoch': self._save(epoch)
         elif self._is_best(val := self.get_monitor_value()):
             say(f'Better model found at epoch {epoch} with {self.monitor} value: {val}.')
             self.best = val
-            self._best = self._save(self.name, epoch)
+            self._save(epoch, float(val))
 
     def _finish(self):
         if self.every == 'epoch': return
-        if self._best is None:
+        best = self._store.best
+        if best is None:
             return say(f'No model was saved during this fit, as {self.monitor} never improved: the weights stay as training left them, '
                        'and a file of an earlier run is not loaded.', warn=True)
-        path = self._best['path']
-        barrier(f'before loading {path}') # rank 0 has written; all ranks are here
-        with together(f'load {path}'): self._read(path, self._best['checksum']) # and nobody goes on, perhaps to write, before all have read
+        load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt)
 
-    def _find(self, name): return str(self._file(name)) if self._file(name).is_file() else None
+    def _find(self, name):
+        path = (self.learn.path/self.learn.model_dir/f'{name}.pth').absolute()
+        return (str(path), (read_metadata(path) or {}).get('checksum')) if path.is_file() else None
 
-    def _file(self, name): return (self.learn.path/self.learn.model_dir/f'{name}.pth').absolute()
-
-    def _save(self, name, epoch):
+    def _save(self, epoch, value=None):
         "Rank 0 writes; all ranks go on when that is done, and know what was written."
-        saved = run_on_main(self._write, (name, epoch))
-        self.last_saved_path = Path(saved['path'])
-        return saved
+        saved = run_on_main(self._write, (epoch, value))
+        self._store.add(saved, best=value is not None)
+        self.last_saved_path = Path(saved.path)
 
-    def _write(self, name, epoch):
+    def _write(self, epoch, value):
         opt = plain(self.learn.opt.state_dict()) # `learn.load` of fastai 1 leaves it to torch, which refuses numpy's numbers since 2.6
-        meta = dict(epoch=epoch, monitor=self.monitor, value=float(self.best)) if self.every == 'improvement' else dict(epoch=epoch)
-        meta = write_checkpoint({'model': model_state(self.learn.model), 'opt': opt}, self._file(name), meta)
-        return dict(path=str(self._file(name)), checksum=meta['checksum'])
+        meta = dict(epoch=epoch, monitor=self.monitor, value=value, world_size=world_size(), fastai=version('fastai'))
+        return self._store.write({'model': model_state(self.learn.model), 'opt': opt}, self._store.place(dict(epoch=epoch)), meta)
 
-    def _read(self, path, checksum=None):
-        state,_ = read_checkpoint(path, checksum=checksum)
-        with_opt = set(state) == {'model', 'opt'}
-        load_model_state(self.learn.model, state['model'] if with_opt else state, path)
-        if not with_opt: return
-        try: self.learn.opt.load_state_dict(own(state['opt'])) # which puts each tensor where its parameter is
-        except ValueError as e:
-            if checksum is not None: raise MismatchedCheckpointError(f'{path}: its optimizer state does not fit: {e}', path) from e
-            say(f'The optimizer state of {path} does not fit this optimizer and was left out: {e}', warn=True) # as after unfreezing
+    def _load_opt(self, state):
+        try: self.learn.opt.load_state_dict(state) # which puts each tensor where its parameter is
+        except ValueError as e: # as after unfreezing
+            say(f'The saved optimizer state does not fit this optimizer and was left out: {e}', warn=True)
 
 
 class DDPTerminateOnNaNCallback(TerminateOnNaNCallback):

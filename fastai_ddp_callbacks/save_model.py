@@ -1,94 +1,203 @@
 "fastai 2: the callback that saves the best model and loads it at the end, on all ranks."
 from __future__ import annotations
+import math
+from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 from fastai.callback.tracker import SaveModelCallback
+from fastai.torch_core import to_device
 
-from .checkpoint import load_model_state, model_state, own, plain, read_checkpoint, write_checkpoint
-from .distributed import barrier, reports_failure, run_on_main, say, together
+from .distributed import reports_failure, run_on_main, say, world_size
+from .errors import CheckpointWriteError, MismatchedCheckpointError
+from .loading import load_everywhere
+from .store import Saved, Store, delete
 from .tracker import DDPTrackerCallback
+from .weights import model_state, plain
+from .writer import Writer
 
 __all__ = ['DDPSaveModelCallback']
+
+
+class _Due(NamedTuple):
+    "A checkpoint that rank 0 is asked for."
+    epoch:int
+    value:float|None
+    best:bool
 
 
 class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     """A `SaveModelCallback` for which rank 0 saves while the others wait, and all ranks load the best at the end.
 
-    `last_saved_path` and `best` are the same on every rank and stay on this object after `fit`. Only what this callback
-    has saved is loaded: in the same fit, or in an earlier one that `best` comes from (`reset_on_fit=False`)."""
-    name = 'save_model'
+    `last_saved_path`, `best`, `best_path` and `best_paths` are the same on every rank and stay on this object after `fit`.
+    With `background=True` the paths name what is durable, known one save later or at the end of the last epoch; a save
+    waits for the one before it, so that none is dropped, and a failed one is raised on all ranks at the next epoch's end.
+    Only what this callback has saved is loaded or deleted: in the same fit, or in an earlier one that `best` comes from
+    (`reset_on_fit=False`). `CheckpointInUseError` on every rank, before the first batch, if another run that still lives
+    saves under the same name; a warning if the disk looks too small."""
+    name,_store,_value,_row = 'save_model',None,None,{} # of the epoch: the agreed value, and rank 0's of all columns
 
     def __init__(self,
         monitor='valid_loss', # value (usually loss or metric) being monitored.
         comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
         min_delta=0., # minimum delta between the last monitor value and the best monitor value.
-        fname='model', # model name to be used when saving model.
+        fname='model', # model name to be used when saving model; may have fields, as 'model-{epoch}-{accuracy:.3f}'.
         every_epoch=False, # if true, save model after every epoch (or every so many); else save only when model is better than existing best.
         at_end=False, # if true, save model when training ends; else load best model if there is only one saved model.
         with_opt=False, # if true, save optimizer state (if any available) when saving model.
         reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
-        reduce='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        reduce='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        keep_best=None, # keep the so many best models, each under the number of its epoch or the name that `fname` makes; load the best at the end.
+        keep_last=None, # keep the so many newest models too; unless `every_epoch` tells otherwise, every epoch is saved then.
+        last=None, # another name that the newest model always has, as 'last'; with it, every epoch is saved.
+        on_error='raise', # when rank 0 cannot write: 'raise' on all ranks, or 'warn', go on training and try again at the next improvement.
+        background=False, # write while training goes on, from a copy of the state in the memory of rank 0. The last save is waited for.
     ):
         if every_epoch and at_end: raise ValueError('DDPSaveModelCallback: every_epoch and at_end cannot both be set. Use two callbacks.')
+        if on_error not in ('raise', 'warn'): raise ValueError(f"DDPSaveModelCallback(on_error={on_error!r}): choose 'raise' or 'warn'.")
+        for k,v in dict(keep_best=keep_best, keep_last=keep_last).items():
+            if v is not None and (not isinstance(v, int) or v < 1): raise ValueError(f'DDPSaveModelCallback({k}={v!r}): a number of files from 1 on is needed.')
         super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
-        self._best = None # path and checksum of the file that `best` belongs to
+        self.keep_best,self.keep_last,self.last,self.on_error,self.background = keep_best,keep_last,last,on_error,background
+        self._writer,self._due = Writer(),[] # what rank 0 writes; `_Due`, what all ranks await the outcome of
+
+    # What is asked for. Stock's `every_epoch` alone keeps everything, follows no value and loads nothing.
+    @property
+    def _rhythm(self): return int(self.every_epoch) or int(bool(self.keep_last or self.last))
+    @property
+    def _follows(self): return not self.every_epoch or bool(self.keep_best or self.keep_last)
+
+    @property
+    def best_paths(self) -> list: return [Path(o.path) for o in self._store.ranked()] if self._store else []
+    @property
+    def best_path(self) -> Path|None: return Path(self._store.best.path) if self._store and self._store.best else None
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == 'learn' and value is None and self._store: self._store.lock.release() # the fit that this was given to is over, whether well or not
 
     def _start(self):
         super()._start()
         twins = [o for o in self.learn.cbs if isinstance(o, SaveModelCallback) and o is not self and (o.fname, bool(o.every_epoch)) == (self.fname, bool(self.every_epoch))]
+        unknown = [o for o in self._store.fields if o not in self._fields()]
         with reports_failure(f'{self.name}.before_train'):
             if twins: raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname of its own.')
+            if unknown: raise ValueError(f'DDPSaveModelCallback(fname={self.fname!r}): there is no {unknown[0]}. Fields are {", ".join(self._fields())}.')
+        self._due = []
+        run_on_main(self._prepare)
+
+    def _prepare(self):
+        self._writer.join() # an earlier fit may have ended by an exception
+        size = sum(o.nbytes for o in self.learn.model.state_dict().values())
+        self._store.prepare(size*3 if self.with_opt else size, -(-self.learn.n_epoch//(self._rhythm or 1)))
 
     def _forget(self):
         super()._forget()
-        self._best = None
+        if self._store: self._store.lock.release()
+        selective = self.keep_best or self.keep_last or self.last or '{' in str(self.fname) and not self.every_epoch
+        self._store = Store(self.learn.path/self.learn.model_dir, self.fname, self._lower_is_better(), self.keep_best or (1 if selective else None),
+                            self.keep_last, self.last, several=bool(self._rhythm) or (self.keep_best or 1) > 1)
 
     def after_epoch(self):
-        "Save if the agreed value is the best so far, or if a save is due after this epoch."
-        if not self.every_epoch: return super().after_epoch()
-        if self._trained and self.epoch%self.every_epoch == 0: self._save(f'{self.fname}_{self.epoch}')
-        self._trained = False
+        "Save if the agreed value is the best so far, or among those to keep, or if a save is due after this epoch."
+        if not self._training: return
+        due = self._trained and self._rhythm > 0 and self.epoch%self._rhythm == 0
+        self._row,self._value = self._own_values(),None
+        if self._due: self._hear()
+        if self._follows and (due or self.keep_best or not self.every_epoch): super().after_epoch()
+        else: self.new_best = self._trained = self._validated = False
+        if self.new_best: say(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
+        among = self._value is not None and (self.keep_best or 1) > 1 and self._store.wants(self._value, [o.value for o in self._due])
+        last = self.epoch == self.n_epoch-1
+        if due or self.new_best or among: self._save(now=last or not self.background)
+        elif last: self._settle()
 
     def _decide(self, val):
         super()._decide(val)
-        if self.new_best:
-            say(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
-            self._best = self._save(self.fname)
+        self._value = float(val) if math.isfinite(val) else None
+
+    def after_cancel_fit(self): self._settle() # before the loggers look for the file, which they do in `after_fit`
 
     def after_fit(self):
         "Load the best model, or save the last one."
         trained = self._training
         super().after_fit()
         if not trained: return
-        if self.at_end: self._save(self.fname)
-        elif not self.every_epoch: self._load_best()
+        self.new_best,self._value = False,None
+        if self.at_end: self._save(self.fname if not self._store.fields else None)
+        else: self._settle()
+        if not self.at_end and (self.keep_best or not self.every_epoch): self._load_best()
+        self._store.lock.release()
+        self._writer = Writer() # without the memory of this one
 
-    def _save(self, name):
-        "Rank 0 writes; all ranks go on when that is done, and know what was written."
-        saved = run_on_main(self._write, (name,))
-        self.last_saved_path = Path(saved['path'])
+    # -- saving. All ranks know what is due; rank 0 tells the outcome, at once or in a later rendezvous
+
+    def _save(self, name=None, now=True):
+        "Rank 0 writes, and all ranks go on when that is done and know what was written; or it begins to write (`now=False`)."
+        self._due.append(_Due(self.epoch, self._value, self.new_best))
+        self._note(run_on_main(self._write, (name, now)))
+
+    def _settle(self):
+        "Wait for what is being written."
+        if self._due: self._note(run_on_main(self._finished))
+
+    def _hear(self):
+        "Of what is being written: it may have failed since."
+        if self.on_error == 'warn': self._note(run_on_main(self._finished, kwargs=dict(if_done=True))) # all ranks must know what `best` is
+        elif self._writer.done:
+            with reports_failure(f'{self.name}.after_epoch'): self._writer.check()
+
+    def _note(self, outcomes):
+        "Keep the list of files, `best` and `last_saved_path` in step with the disk."
+        for o in outcomes:
+            due = self._due.pop(0)
+            if isinstance(o, Saved):
+                self._store.add(o, due.best)
+                self.last_saved_path = Path(o.path)
+            else:
+                say(f"{o} Training goes on without this checkpoint (on_error='warn').", warn=True)
+                if due.best and self.best == due.value: # the next better one is an improvement on what is on disk
+                    self.best,self.new_best = self._store.best.value if self._store.best else self._worst(),False
+
+    def _write(self, name, now):
+        outcomes = self._finished()
+        fields,state = self._fields(),model_state(self.learn.model)
+        if self.with_opt and self.learn.opt is not None: state = {'model':state, 'opt':plain(self.learn.opt.state_dict())}
+        meta = dict(epoch=self.epoch, iteration=self.train_iter, monitor=self.monitor, value=self._value, world_size=world_size(), fastai=version('fastai'),
+                    metrics={k:v for k,v in fields.items() if isinstance(v, float) and math.isfinite(v)})
+        path = self._store.place(fields) if name is None else self._store.folder/f'{name}.pth'
+        def write(state): return self._store.write(state, path, meta)
+        if now: return [*outcomes, self._outcome(lambda: write(state), self._due[-1])]
+        self._writer.start(write, state)
+        return outcomes
+
+    def _finished(self, if_done=False):
+        "The outcome of what is being written, when it is done; none if nothing is, or with `if_done` if it is not done."
+        return [self._outcome(self._writer.wait, self._due[0])] if self._writer.busy and (self._writer.done or not if_done) else []
+
+    def _outcome(self, written, due):
+        "The `Saved`, after which others may go; or why there is none."
+        try: saved = written()
+        except CheckpointWriteError as e:
+            if self.on_error == 'raise': raise
+            return str(e)
+        for o in self._store.add(saved, due.best): delete(o)
         return saved
 
-    def _write(self, name):
-        path = (self.learn.path/self.learn.model_dir/f'{name}.pth').absolute()
-        state = model_state(self.learn.model)
-        if self.with_opt and self.learn.opt is not None: state = {'model':state, 'opt':plain(self.learn.opt.state_dict())}
-        meta = write_checkpoint(state, path, dict(epoch=self.epoch, iteration=self.train_iter, monitor=self.monitor,
-                                                  value=float(self.best) if np.isfinite(self.best) else None))
-        return dict(path=str(path), checksum=meta['checksum'])
+    def _fields(self):
+        "What a file name may tell: rank 0's values, and the agreed one."
+        columns = dict.fromkeys(sum(self._columns(), []))
+        for k,v in self._row.items(): columns[k] = None if v is None else float(v)
+        if self._value is not None: columns[self.monitor] = self._value
+        return {**columns, 'epoch':self.epoch, 'iteration':self.train_iter}
 
     def _load_best(self):
-        if self._best is None:
-            say(f'No model was saved during this fit, as {self.monitor} never improved: the weights stay as training left them, '
-                'and a file of an earlier run is not loaded.', warn=True)
-            return
-        path = self._best['path']
-        barrier(f'before loading {path}') # rank 0 has written; all ranks are here
-        with together(f'load {path}'): self._read(path) # and nobody goes on, perhaps to write or delete, before all have read
+        best = self._store.best
+        if best is None:
+            return say(f'No model was saved during this fit, as {self.monitor} never improved (or no save succeeded): the weights stay as training left them, '
+                       'and a file of an earlier run is not loaded.', warn=True)
+        load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt if self.with_opt else None)
 
-    def _read(self, path):
-        state,_ = read_checkpoint(path, checksum=self._best['checksum'])
-        with_opt = set(state) == {'model', 'opt'}
-        load_model_state(self.learn.model, state['model'] if with_opt else state, path)
-        if with_opt and self.with_opt: self.learn.opt.load_state_dict(own(state['opt'], next(self.learn.model.parameters()).device))
+    def _load_opt(self, state):
+        try: self.learn.opt.load_state_dict(to_device(state, next(self.learn.model.parameters()).device))
+        except AssertionError as e: raise MismatchedCheckpointError(f'{self.best_path}: its optimizer state does not fit this optimizer.', self.best_path) from e

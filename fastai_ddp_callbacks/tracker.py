@@ -59,7 +59,9 @@ class DDPTrackerCallback(TrackerCallback):
 
     def _lower_is_better(self): return bool(self.comp(0., 1.))
 
-    def _forget(self): self.best = math.inf if self._lower_is_better() else -math.inf
+    def _worst(self): return math.inf if self._lower_is_better() else -math.inf
+
+    def _forget(self): self.best = self._worst()
 
     # What an epoch has gone through: its last record may be of an earlier one, if a callback has cancelled it early on.
     def after_train(self): self._trained = True
@@ -72,11 +74,13 @@ class DDPTrackerCallback(TrackerCallback):
         names,n_train = list(r.metric_names[1:len(r.metric_names)-bool(r.add_time)]),1+len(r.metrics)*bool(r.train_metrics)
         return names[:n_train],names[n_train:]
 
-    def _own_value(self):
-        "This rank's value of the epoch, None if it has none. A cancelled part has no columns."
+    def _own_values(self):
+        "This rank's values of the epoch, by column. A cancelled part has no columns."
         train,valid = self._columns()
         present = train*(self._trained and not self.recorder.cancel_train) + valid*(self._validated and not self.recorder.cancel_valid)
-        return dict(zip(present, self.recorder.values[-1])).get(self.monitor)
+        return dict(zip(present, self.recorder.values[-1])) if self.recorder.values else {}
+
+    def _own_value(self): return self._own_values().get(self.monitor)
 
     def _agreed_value(self):
         "The value of all ranks. Trackers of the same column share one collective."

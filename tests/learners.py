@@ -6,7 +6,7 @@ import torch, torch.distributed as dist
 from fastai.basics import Callback, set_seed
 from fastai.test_utils import synth_learner
 
-from fastai_ddp_callbacks import rank
+from fastai_ddp_callbacks import loading, rank
 from fastai_ddp_callbacks.save_model import DDPSaveModelCallback
 
 
@@ -32,14 +32,18 @@ class Observed(DDPSaveModelCallback):
     def __init__(self, *args, slow=None, slow_rank=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.slow,self.slow_rank,self.events = slow or {},slow_rank,[]
-    def _do(self, what, f, *args):
+    def _do(self, what, f, *args, **kwargs):
         self.events.append((f'wants to {what}', time.monotonic()))
         if self.slow_rank in (None, rank()): time.sleep(self.slow.get(what, 0))
-        res = f(*args)
+        res = f(*args, **kwargs)
         self.events.append((what, time.monotonic()))
         return res
-    def _write(self, name): return self._do('write', super()._write, name)
-    def _read(self, path): return self._do('read', super()._read, path)
+    def _write(self, *args): return self._do('write', super()._write, *args)
+    def _load_best(self):
+        read = loading.read_checkpoint
+        loading.read_checkpoint = lambda *args, **kwargs: self._do('read', read, *args, **kwargs)
+        try: super()._load_best()
+        finally: loading.read_checkpoint = read
     def when(self, what): return [t for o,t in self.events if o == what]
 
 

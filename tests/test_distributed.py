@@ -889,7 +889,7 @@ def test_each_node_has_one_rank_that_fetches_and_all_have_one_that_writes(told_b
     in_turn = 'in turn' in told_by
     node = [0, 1, 0, 1] if in_turn else [0, 0, 1, 1]
     def scenario():
-        if told_by != 'the launcher': control._host = lambda: f'node {node[rank()]}' # else its LOCAL_RANK alone tells the nodes apart
+        if told_by != 'the launcher': control.host = lambda: f'node {node[rank()]}' # else its LOCAL_RANK alone tells the nodes apart
         return two_nodes()
     local = {'the hosts':[None]*4}.get(told_by, [0, 0, 1, 1] if in_turn else [0, 1, 0, 1])
     said = values(run(scenario, 4, env=lambda r: dict(LOCAL_RANK=local[r], LOCAL_WORLD_SIZE=2)))

@@ -5,7 +5,7 @@ import hashlib, time
 import torch
 from fastai.basics import DataBunch, DataLoader, Learner, LearnerCallback, TensorDataset, nn, optim, partial
 
-from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx, rank
+from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx, loading, rank
 
 
 def learner(path, bs=4, **kwargs):
@@ -48,12 +48,16 @@ class Observed(DDPSaveModelCallback):
     def __init__(self, learn, slow=None, slow_rank=None, **kwargs):
         super().__init__(learn, **kwargs)
         self.slow,self.slow_rank,self.events = slow or {},slow_rank,[]
-    def _do(self, what, f, *args):
+    def _do(self, what, f, *args, **kwargs):
         self.events.append((f'wants to {what}', time.monotonic()))
         if self.slow_rank in (None, rank()): time.sleep(self.slow.get(what, 0))
-        res = f(*args)
+        res = f(*args, **kwargs)
         self.events.append((what, time.monotonic()))
         return res
     def _write(self, *args): return self._do('write', super()._write, *args)
-    def _read(self, *args): return self._do('read', super()._read, *args)
+    def _finish(self):
+        read = loading.read_checkpoint
+        loading.read_checkpoint = lambda *args, **kwargs: self._do('read', read, *args, **kwargs)
+        try: super()._finish()
+        finally: loading.read_checkpoint = read
     def when(self, what): return [t for o,t in self.events if o == what]

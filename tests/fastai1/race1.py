@@ -18,9 +18,9 @@ def arguments(args=None):
 def log(text): sys.stdout.write(f'RACE {rank()} {time.time():.6f} {text}\n') # one write: the lines of the ranks stay whole
 
 class Logged(Observed):
-    def _do(self, what, f, *args):
+    def _do(self, what, f, *args, **kwargs):
         log(f'wants to {what}')
-        res = super()._do(what, f, *args)
+        res = super()._do(what, f, *args, **kwargs)
         log({'write':'saved', 'read':'loaded'}[what])
         return res
 

@@ -1,5 +1,6 @@
 "fastai 1: rank 0 saves between barriers, every rank loads the best, and whoever fails says so."
 import os, time, warnings
+from pathlib import Path
 
 import pytest, torch
 from fastai.callbacks.tracker import SaveModelCallback, TrackerCallback
@@ -130,7 +131,7 @@ def test_a_rank_0_that_cannot_write_makes_all_ranks_raise_at_once(tmp_path):
     def scenario():
         class Full(DDPSaveModelCallback):
             def _write(self, *args):
-                self.learn.model_dir = '/proc/nowhere'
+                self._store.folder = Path('/proc/nowhere')
                 return super()._write(*args)
         learn,start = learner(tmp_path),time.monotonic()
         try: fit(learn, Full(learn))

@@ -1,7 +1,7 @@
 "fastai 1: one value, one decision, the same epoch and the same batch on all ranks."
 import pytest, torch
 
-from fastai_ddp_callbacks import fastai1, rank
+from fastai_ddp_callbacks import fastai1, rank, read_metadata
 from fastai_ddp_callbacks.fastai1 import DDPEarlyStoppingCallback, DDPReduceLROnPlateau, DDPSaveModelCallback, DDPTerminateOnNaNCallback
 from fastai.callbacks.tracker import EarlyStoppingCallback, ReduceLROnPlateauCallback, TerminateOnNaNCallback
 from learners1 import Hook, Observed, Records, digest, fit, learner, mae
@@ -56,7 +56,7 @@ def test_nan_and_infinity_are_never_best(tmp_path, given, mode, best, epoch):
     learn = learner(tmp_path)
     cb = DDPSaveModelCallback(learn, mode=mode)
     fit(learn, cb, values=given)
-    assert cb.best == best and fastai1.read_checkpoint(cb.last_saved_path)[1]['epoch'] == epoch
+    assert cb.best == best and read_metadata(cb.last_saved_path)['epoch'] == epoch
 
 def test_trackers_of_one_column_share_one_agreement_per_epoch(tmp_path):
     def scenario():

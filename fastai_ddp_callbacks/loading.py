@@ -1,0 +1,86 @@
+"One checkpoint into the model of every rank, also of those that cannot see the file."
+from __future__ import annotations
+import os, time
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from .checkpoint import read_checkpoint, read_metadata
+from .distributed import agree, broadcast_tensors, is_main_process, run_on_main, together
+from .errors import CheckpointError, CorruptCheckpointError, UnequalWeightsError
+from .weights import bare, digest, fitting, load_model_state, mapped, own, tensors_of
+
+__all__ = ['load_everywhere']
+
+_LAG = 2. # seconds that a shared disk may take to show a new file; after that, to send the weights is quicker
+
+
+class _Sent(NamedTuple):
+    "Stands for a tensor that is sent by itself."
+    shape:tuple
+    dtype:torch.dtype
+
+
+def load_everywhere(
+    model, # wrapped or not
+    path:str, # the checkpoint, on a disk that rank 0 sees
+    checksum:str|None, # of the one file that is meant; None for a file that has none, of stock fastai
+    load_opt=None, # called with the optimizer's state, if the file holds one
+) -> None:
+    """Every rank reads and verifies the file, if all of them see it; else rank 0 does, and sends what is in it.
+
+    Two rendezvous, at both of which all ranks are: nobody reads before rank 0 has written, nobody goes on, perhaps to
+    write or to delete, before all have read. What goes wrong on one rank is raised on all (`CheckpointError`, on the
+    others `RankFailedError`), and the model is then unchanged, unless a rank died while weights were sent.
+    `UnequalWeightsError` if the ranks do not hold the same weights at the end."""
+    if agree(_sees(path, checksum), 'all', f'before loading {path}'):
+        with together(f'load {path}') as ranks:
+            _load(model, read_checkpoint(path, checksum=checksum)[0], path, load_opt)
+            ranks.value = digest(model)
+    else:
+        state = _from_main(model, path, checksum)
+        with together(f'load {path}, as rank 0 has sent it') as ranks:
+            _load(model, state, path, load_opt)
+            ranks.value = digest(model)
+    if len(set(ranks.values)) > 1:
+        raise UnequalWeightsError(f'The ranks have loaded {path}, but do not hold the same weights: ' +
+                                  '; '.join(f'rank {r}: {o & (1<<64)-1:016x}' for r,o in enumerate(ranks.values)) +
+                                  '. Does the model change what it loads, by a hook or a state of its own?', digests=ranks.values)
+
+def _load(model, state, path, load_opt):
+    with_opt = set(state) == {'model', 'opt'}
+    load_model_state(model, state['model'] if with_opt else state, path)
+    if with_opt and load_opt is not None: load_opt(own(state['opt']))
+
+def _sees(path, checksum):
+    "Whether this rank finds the very file, on a disk that may lag behind. A damaged one is found, and refused when it is read."
+    end = time.monotonic() + (0 if is_main_process() else _LAG)
+    while True:
+        try:
+            meta = read_metadata(path)
+            if (meta and meta['checksum']) == checksum: return True
+        except CorruptCheckpointError: return True
+        except CheckpointError: pass # not there, or not for this rank
+        if time.monotonic() > end: return False
+        with suppress(OSError): os.listdir(os.path.dirname(path)) # makes a network disk look again
+        time.sleep(0.02)
+
+def _from_main(model, path, checksum):
+    "What rank 0 reads, on every rank: in the model's own tensors where they are of the same kind."
+    kept = []
+    def read():
+        kept.append(read_checkpoint(path, checksum=checksum)[0])
+        return mapped(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype))
+    outline = run_on_main(read)
+    with together(f'compare {path} to the model'):
+        with_opt = set(outline) == {'model', 'opt'}
+        weights = fitting(model, outline['model'] if with_opt else outline, path)
+        targets = bare(model).state_dict()
+        def place(k, o): return targets[k] if isinstance(o, _Sent) and targets[k].dtype == o.dtype and targets[k].is_contiguous() else _empty(o)
+        weights = {k:place(k, o) for k,o in weights.items()}
+        state = kept[0] if kept else {'model':weights, 'opt':mapped(outline['opt'], _empty, _Sent)} if with_opt else weights
+    broadcast_tensors(tensors_of(state), name=f'weights of {path}')
+    return state
+
+def _empty(o): return torch.empty(o.shape, dtype=o.dtype) if isinstance(o, _Sent) else o

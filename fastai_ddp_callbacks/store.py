@@ -1,0 +1,159 @@
+"""The checkpoints of one run in a folder: their names, which of them stay, and which is the best.
+
+All ranks know the same list. Rank 0 alone touches the disk, between two barriers: it saves first, and deletes what is
+no longer to be kept when the new file is durable. Nothing is deleted that this run has not written."""
+from __future__ import annotations
+import os, secrets, shutil, string, warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from .checkpoint import read_metadata, temporary_beside, write_checkpoint
+from .errors import CheckpointError
+from .lock import Lock
+
+__all__ = ['Saved', 'Store', 'delete']
+
+
+class Saved(NamedTuple):
+    "A checkpoint that is on disk, whole."
+    path:str
+    checksum:str
+    epoch:int
+    value:float|None # of the monitored column, as far as it was followed
+
+
+class _Names(string.Formatter):
+    "`str.format` whose fields are names and nothing else, so that a column may be called `f1.score`."
+    def get_field(self, name, args, kwargs): return kwargs[name],name
+    def fields(self, template): return [o for _,o,_,_ in self.parse(template) if o is not None]
+
+_names = _Names()
+
+
+class Store:
+    "What one run has saved under one name, and what is kept of it."
+    def __init__(self,
+        folder, # where
+        fname, # name without suffix, which may have fields: 'model-{epoch}-{accuracy:.3f}'
+        lower=True, # whether lower values are better
+        keep_best=None, # how many of the best stay; the best always does
+        keep_last=None, # how many of the newest stay; the newest always does
+        last=None, # a name that the newest has too
+        several=False, # whether a name without fields gets the epoch
+    ):
+        self.folder,self.fname,self.lower,self.keep_best,self.keep_last,self.last = Path(folder).absolute(),str(fname),lower,keep_best,keep_last,last
+        self.fields = _names.fields(self.fname)
+        self.several = several or bool(self.fields)
+        self.template = f'{self.fname}_{{epoch}}' if several and not self.fields else self.fname
+        self.files,self.best,self.run = [],None,secrets.token_hex(6) # `Saved`, oldest first; the best of them; rank 0's is in the files
+        self.lock = Lock(self._base()/f'.{Path(self.template).name}.lock', f'{self.fname!r} in {self.folder}')
+
+    # -- the same on all ranks
+
+    @property
+    def selective(self):
+        "Whether not everything stays. Without fields or retention a name is overwritten, or every epoch has its own."
+        return bool(self.keep_best or self.keep_last)
+
+    def wants(self,
+        value, # of an epoch
+        others=(), # values of what is being written
+    ) -> bool:
+        "Whether `value` is among the best of the run."
+        k,rank = self.keep_best or 1,self._rank
+        best = sorted(rank(o) for o in (*(o.value for o in self.files), *others) if o is not None)
+        return len(best) < k or rank(value) < best[k-1]
+
+    def _rank(self, value): return value if self.lower else -value
+
+    def add(self,
+        saved, # a `Saved`, durable; one that is there already changes nothing
+        best=False, # whether it is the best now
+    ) -> list: # what is no longer to be kept
+        "Note what rank 0 has written, and forget what it is to delete."
+        if saved in self.files: return []
+        if best: self.best = saved
+        elif self.best and self.best.path == saved.path: self.best = None # overwritten
+        self.files = [o for o in self.files if o.path != saved.path] + [saved]
+        victims = self._victims()
+        self.files = [o for o in self.files if o not in victims]
+        return victims
+
+    def ranked(self) -> list:
+        "Those with a value, the best first, then by value; of equals the older."
+        return sorted((o for o in self.files if o.value is not None), key=lambda o: (o is not self.best, self._rank(o.value)))
+
+    def _victims(self):
+        if not self.selective: return []
+        valued = sorted((o for o in self.files if o.value is not None), key=lambda o: self._rank(o.value))
+        kept = *valued[:self.keep_best or 1],*self.files[-(self.keep_last or 1):],self.best
+        return [o for o in self.files if o not in kept]
+
+    # -- on rank 0
+
+    def prepare(self,
+        size, # bytes of one checkpoint, about
+        count, # how many are to come at most
+    ):
+        "Reserve the name, and warn if the disk is too small. `CheckpointInUseError` if another run has the name."
+        self.lock.acquire()
+        kept = min(count, (self.keep_best or 1)+(self.keep_last or 0)) if self.selective else count if self.several else 1
+        needed,free = size*(kept+1),shutil.disk_usage(self.lock.path.parent).free # one more while the next one is written
+        old = self.folder/f'{self.template}.pth'
+        if old.is_file(): needed -= old.stat().st_size
+        if free < needed:
+            warnings.warn(f'{self.folder} has {free/1e6:.1f} MB left. The checkpoints of this run will need about {needed/1e6:.1f} MB: saving may fail.', stacklevel=2)
+
+    def place(self,
+        fields, # dict of names and values, of the template
+    ) -> Path: # of the next file
+        path = self.folder/f'{self.format(fields)}.pth'
+        if self.fields or self.selective: # no file is overwritten: not one of another run, and not one of equal name that is kept
+            name,n = path,0
+            while path.exists(): path,n = name.with_name(f'{name.stem}-{n+1}.pth'),n+1
+        return path
+
+    def write(self,
+        state, # for `write_checkpoint`
+        path, # where
+        meta, # more metadata; `epoch` and `value` are needed
+    ) -> Saved:
+        "Save. May run in a thread."
+        meta = write_checkpoint(state, path, dict(meta, run=self.run))
+        if self.last: _also_call(path, self.folder/f'{self.last}.pth')
+        return Saved(str(path), meta['checksum'], meta['epoch'], meta['value'])
+
+    def format(self, fields) -> str:
+        "The name of a file. A value may be text with a slash in it: folders come from the template only."
+        clean = {k:v.replace('/', '-').replace('\0', '') if isinstance(v, str) else float('nan') if v is None else v for k,v in fields.items()}
+        return _names.format(self.template, **clean)
+
+    def _base(self):
+        "The folder of all files, without the parts that differ."
+        parts = Path(self.fname).parts[:-1]
+        fixed = next((i for i,o in enumerate(parts) if _names.fields(o)), len(parts))
+        return self.folder.joinpath(*parts[:fixed])
+
+
+def _also_call(path, name):
+    "Give the file a second name, in one step; a copy where the disk knows no hard links."
+    new = temporary_beside(name)
+    try:
+        try: os.link(path, new)
+        except OSError: _copy(path, new)
+        os.replace(new, name)
+    finally: new.unlink(missing_ok=True) # `replace` leaves it where both are names of one file already
+
+def _copy(old, new):
+    with open(old, 'rb') as source, open(new, 'xb') as f:
+        shutil.copyfileobj(source, f, 1<<20)
+        f.flush()
+        os.fsync(f.fileno())
+
+def delete(saved):
+    "Remove the file, if it is still the one that was written."
+    try:
+        if read_metadata(saved.path)['checksum'] == saved.checksum: return os.unlink(saved.path)
+        warnings.warn(f'{saved.path} is not deleted, although it is no longer to be kept: something else has written it since.', stacklevel=2)
+    except (OSError, CheckpointError, TypeError) as e: # training goes on
+        warnings.warn(f'{saved.path} is no longer to be kept and could not be deleted: {e}', stacklevel=2)

@@ -1,0 +1,94 @@
+"Writing while training goes on: a copy of the state in memory, and a thread that writes it."
+from __future__ import annotations
+import signal, threading
+
+import torch
+
+from .weights import mapped, tensors_of
+
+__all__ = ['Writer']
+
+
+class Writer:
+    """Writes one thing at a time, in the background, from a copy that it keeps for the next time.
+
+    `start` waits for what is under way, so that nothing is dropped and one copy is enough. What went wrong in the thread
+    is raised by the next `wait`. The end of the interpreter and SIGTERM wait until what is under way is written. The
+    thread runs no collective, and holds the interpreter for short moments only."""
+    def __init__(self): self._thread,self._copies,self._result,self._stream,self._handler = None,[],None,None,None
+
+    def __reduce__(self): return Writer,() # a copy has nothing under way
+
+    def start(self,
+        write, # called in the thread with the copy
+        state, # what is to be copied: tensors and plain values in dicts and lists
+    ) -> None:
+        "Copy `state` and begin. Returns when training may change it again."
+        self.wait()
+        copy,ready = self._copy(state)
+        self._thread = threading.Thread(target=self._run, args=(write, copy, ready), name='checkpoint writer') # no daemon: the interpreter waits for it
+        self._wait_at_sigterm()
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool: return self._thread is not None
+    @property
+    def done(self) -> bool: return self.busy and not self._thread.is_alive()
+
+    def join(self):
+        "Let what is under way come to its end, whatever it is."
+        if self._thread is None: return
+        self._thread.join()
+        self._restore_sigterm()
+
+    def check(self):
+        "Raise what went wrong, if it has by now; the result is kept for `wait`."
+        if self.done and self._result[1] is not None: self.wait()
+
+    def wait(self):
+        "The result of what was started last, when it is done; None if there is none. Raises what went wrong."
+        if self._thread is None: return None
+        self.join()
+        self._thread,(result,error) = None,self._result
+        if error is not None: raise error
+        return result
+
+    def _run(self, write, copy, ready):
+        try:
+            if ready is not None: ready.synchronize()
+            self._result = write(copy),None
+        except BaseException as e: self._result = None,e # raised by `wait`
+
+    def _copy(self, state):
+        "`state` in tensors of our own, those of the last time where they fit; and what tells when a GPU has filled them."
+        old,self._copies = iter(self._copies),[]
+        device = next((o.device for o in tensors_of(state) if o.is_cuda), None)
+        if device is None: return mapped(state, lambda t: self._filled(t, old)),None
+        self._stream = self._stream or torch.cuda.Stream(device)
+        training = torch.cuda.current_stream(device)
+        self._stream.wait_stream(training)
+        with torch.cuda.stream(self._stream): copy,ready = mapped(state, lambda t: self._filled(t, old)),self._stream.record_event()
+        training.wait_stream(self._stream) # the next step on the GPU, not this thread, waits until the weights are copied
+        return copy,ready
+
+    def _filled(self, t, old):
+        mine = next(old, None)
+        if mine is None or (mine.shape, mine.dtype) != (t.shape, t.dtype) or mine.is_pinned() != t.is_cuda:
+            mine = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+        self._copies.append(mine)
+        return mine.copy_(t, non_blocking=t.is_cuda)
+
+    def _wait_at_sigterm(self):
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None: return # none of Python's
+        thread = self._thread
+        def wait_first(number, frame):
+            thread.join()
+            signal.signal(signal.SIGTERM, before)
+            signal.raise_signal(signal.SIGTERM)
+        before = signal.signal(signal.SIGTERM, wait_first)
+        self._handler = wait_first,before
+
+    def _restore_sigterm(self):
+        if self._handler is None or threading.current_thread() is not threading.main_thread(): return
+        (ours,before),self._handler = self._handler,None
+        if signal.getsignal(signal.SIGTERM) is ours: signal.signal(signal.SIGTERM, before)
