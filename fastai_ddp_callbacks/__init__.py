@@ -5,7 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import checkpoint, distributed, errors, weights
+from . import buckets, checkpoint, distributed, errors, weights
+from .buckets import *
 from .checkpoint import *
 from .distributed import *
 from .errors import *
@@ -19,7 +20,7 @@ _V1 = dict.fromkeys((*(o for o in _V2 if o != 'DDPStopCallback'), 'DDPReduceLROn
 _fastai = find_spec('fastai') # not imported by this
 _callbacks = _V1 if _fastai and not any(Path(o, 'learner.py').exists() for o in _fastai.submodule_search_locations) else _V2
 
-__all__ = [*errors.__all__, *distributed.__all__, *checkpoint.__all__, *weights.__all__, *_callbacks]
+__all__ = [*errors.__all__, *distributed.__all__, *buckets.__all__, *checkpoint.__all__, *weights.__all__, *_callbacks]
 
 def __getattr__(name):
     if name not in _callbacks: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

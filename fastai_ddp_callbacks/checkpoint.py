@@ -3,16 +3,17 @@
 The file is what `torch.save` makes, so that stock fastai and torch load it. A zip archive may end in a comment, which
 they ignore: ours holds the metadata as JSON and a checksum over every byte before the checksum."""
 from __future__ import annotations
-import errno, json, mmap, os, re, secrets, struct, sys, time, warnings, zipfile
+import ctypes, errno, json, mmap, os, re, secrets, struct, sys, threading, time, warnings, zipfile
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
-import numpy as np, torch, xxhash
-from torch.serialization import get_crc32_options, safe_globals, set_crc32_options
+import torch, xxhash
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from .errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, NewerCheckpointError, UnsafeCheckpointError
 from .process import alive, host, lives
+from .safety import allowed, refuse_inflating, refuse_unsafe
 
 __all__ = ['write_checkpoint', 'read_checkpoint', 'verify_checkpoint', 'read_metadata']
 
@@ -34,7 +35,7 @@ def write_checkpoint(
 
     `CheckpointWriteError` if that fails, with the old file unchanged and no other file left."""
     path = Path(os.path.realpath(path)) # a link stays one, and its target is replaced
-    _refuse_unsafe(state, path)
+    refuse_unsafe(state, path)
     meta = dict(meta or {}, format=_FORMAT, time=time.time(), torch=torch.__version__)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,7 @@ def write_checkpoint(
             meta['checksum'] = out.seal(meta)
             file.flush()
             os.fsync(file.fileno()) # before the name points here: a power cut must not leave a name without bytes
-        os.replace(temporary, path)
+        _replace(temporary, path)
     except BaseException as e:
         temporary.unlink(missing_ok=True)
         if isinstance(e, OSError): raise _write_error(e, path) from e
@@ -56,16 +57,6 @@ def write_checkpoint(
     try: _sync_folder(path.parent) # the new name itself
     except OSError as e: raise _write_error(e, path, 'It is there now, but may be gone after a power cut.') from e
     return meta
-
-def _refuse_unsafe(o, path, name='state'):
-    "Better now than at the end of training, when it is to be read."
-    if isinstance(o, dict):
-        for k,v in o.items(): _refuse_unsafe(v, path, f'{name}[{k!r}]')
-    elif isinstance(o, (list, tuple)):
-        for i,v in enumerate(o): _refuse_unsafe(v, path, f'{name}[{i}]')
-    elif not isinstance(o, (torch.Tensor, torch.dtype, torch.device, str, bytes, int, float, complex, type(None))):
-        raise UnsafeCheckpointError(f'{path} is not written: {name} is a {type(o).__name__}, and a file is only safe to read if it holds nothing '
-                                    'but tensors and plain values.', path)
 
 def _write_error(e, path, now='What was there before is unchanged. Free some space or choose another folder.'):
     error = CheckpointWriteError(f'{path} could not be written: [Errno {e.errno}] {e.strerror or e}. {now}', path)
@@ -98,6 +89,16 @@ def _sweep(folder):
             if dead: os.unlink(entry.path)
         except (FileNotFoundError, PermissionError): pass # another process has swept it, or it is not ours to sweep
 
+def _replace(temporary, path):
+    "Give the new file its name. To free the blocks of the old one takes the system a quarter of a save's time: nobody waits for that."
+    try: old = os.open(path, os.O_PATH|os.O_CLOEXEC) if hasattr(os, 'O_PATH') else None # as long as it is open, nothing is freed
+    except FileNotFoundError: old = None
+    try: os.replace(temporary, path)
+    finally:
+        if old is not None:
+            try: threading.Thread(target=os.close, args=(old,)).start()
+            except RuntimeError: os.close(old) # the interpreter is ending
+
 def _sync_folder(folder):
     fd = os.open(folder, os.O_RDONLY)
     try: os.fsync(fd)
@@ -119,34 +120,51 @@ def _save(state, out):
         raise (out.error or e)
 
 
+_PIECE,_SMALL = 1<<23,1<<16 # bytes
+
+def _start_writing(fd, start, n):
+    "Have the system begin to write these bytes to the disk. Only a hint: what becomes of it, `fsync` tells."
+    f = getattr(_libc, 'sync_file_range', None)
+    if f: f(fd, ctypes.c_int64(start), ctypes.c_int64(n), 2) # SYNC_FILE_RANGE_WRITE
+
+_libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
+
+
 class _Sealed:
     "The file object that `torch.save` writes to: hashes what goes by, and ends it with our comment."
-    def __init__(self, file): self.file,self.hash,self.held,self.error = file,xxhash.xxh3_128(),b'',None
+    def __init__(self, file): self.file,self.hash,self.held,self.error,self.written,self.started = file,xxhash.xxh3_128(),bytearray(),None,0,0
 
     def write(self, data):
         data = memoryview(data).cast('B')
-        if len(data) < _END: self._pass(memoryview(self.held+bytes(data)))
+        if len(data) < _SMALL: # torch writes a dozen small pieces per tensor
+            self.held += data
+            if len(self.held) > 2*_SMALL: self._pass(memoryview(bytes(self.held)))
         else:
-            self._put(self.held)
+            self._put(memoryview(bytes(self.held)))
             self._pass(data)
         return len(data)
 
     def _pass(self, data):
         "Hold back what may be the end record."
-        cut = max(len(data)-_END, 0)
-        self._put(data[:cut])
-        self.held = bytes(data[cut:])
+        self._put(data[:-_END])
+        self.held = bytearray(data[-_END:])
 
     def _put(self, data):
-        self.hash.update(data)
-        self._write_all(data)
+        for i in range(0, len(data), _PIECE):
+            self.hash.update(data[i:i+_PIECE])
+            self._write_all(data[i:i+_PIECE])
 
     def _write_all(self, data):
         try:
-            while len(data): data = data[self.file.write(data):]
+            while len(data):
+                n = self.file.write(data)
+                data,self.written = data[n:],self.written+n
         except OSError as e:
             self.error = e
             raise
+        if self.written - self.started >= _PIECE: # the disk works on this while we go on
+            _start_writing(self.file.fileno(), self.started, self.written-self.started)
+            self.started = self.written
 
     def flush(self): pass # torch calls it; the file has no buffer
 
@@ -200,8 +218,8 @@ def read_checkpoint(
         # the name may be given to a newer file at any moment: load the one that was verified
         source = f'/proc/self/fd/{f.fileno()}' if os.path.exists('/proc/self/fd') else str(path)
         try:
-            if zipped: _refuse_packed(f, path)
-            with safe_globals(_allowed()): return torch.load(source, map_location=device, weights_only=True, mmap=zipped),meta
+            refuse_inflating(f, zipped, path)
+            with allowed(): return torch.load(source, map_location=device, weights_only=True, mmap=zipped),meta
         except UnpicklingError as e:
             raise UnsafeCheckpointError(f'{path} was refused: it holds more than tensors and plain values, so that loading it could run code '
                                         f'({str(e).splitlines()[0]}). If you trust it, load it with torch.load(..., weights_only=False) yourself.', path) from e
@@ -209,18 +227,6 @@ def read_checkpoint(
         except (RuntimeError, ValueError, EOFError, LookupError, AttributeError, TypeError, AssertionError, MemoryError, OverflowError, struct.error,
                 zipfile.BadZipFile) as e:
             raise CorruptCheckpointError(f'{path} cannot be read as a checkpoint: {type(e).__name__}: {str(e)[:300]}', path) from e
-
-def _refuse_packed(f, path):
-    "torch unpacks in memory what an archive holds packed, however much that is. `torch.save` packs nothing."
-    entries,size = zipfile.ZipFile(f).infolist(),os.fstat(f.fileno()).st_size
-    if any(o.compress_type != zipfile.ZIP_STORED for o in entries) or sum(o.file_size for o in entries) > size:
-        raise CorruptCheckpointError(f'{path} was refused: it unpacks to more than it holds, which nothing that torch saves does.', path)
-
-def _allowed():
-    "What the optimizer state of a stock fastai file holds beside tensors."
-    scalar = np._core.multiarray.scalar if hasattr(np, '_core') else np.core.multiarray.scalar
-    core = sys.modules.get('fastcore.foundation')
-    return [scalar, np.dtype, *(getattr(np.dtypes, o) for o in np.dtypes.__all__), *([core.L] if core else [])]
 
 @contextmanager
 def _opened(path):
@@ -243,7 +249,7 @@ def _footer(f, path):
     if len(footer) == _FOOTER.size and footer.startswith(_MAGIC):
         _,version,n,digest = _FOOTER.unpack(footer)
         if version > _FORMAT: raise NewerCheckpointError(f'{path} is of format {version}, this version of the package reads up to {_FORMAT}: update it.', path)
-        try: return dict(json.loads(tail(n+_FOOTER.size)[:n]), checksum=digest.hex())
+        try: return {**json.loads(tail(n+_FOOTER.size)[:n]), 'checksum':digest.hex()}
         except (TypeError, ValueError, RecursionError) as e: raise CorruptCheckpointError(f'{path} is corrupt: its metadata are unreadable.', path) from e
     f.seek(0)
     start,end = f.read(2),tail(_END)

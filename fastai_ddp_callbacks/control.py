@@ -69,14 +69,21 @@ def _pack(note):
         note[longest] = note[longest][-keep:] if longest == 'traceback' else note[longest][:keep]
 
 
-def _own_connection(store):
-    """A connection to the job's store that neither blocks the one that torch uses, nor keeps the store's server alive after
-    `destroy_process_group`, which would keep its port busy."""
-    store.check(['']) # raises if the server is gone; a new connection would be tried again and again
-    before = store.timeout
-    store.set_timeout(timedelta(seconds=60))
-    try: return store.clone()
-    finally: store.set_timeout(before)
+def _connection(store):
+    """One more connection to the job's store, which neither blocks the others nor keeps the store's server alive after
+    `destroy_process_group`, which would keep its port busy. Raises when the server goes: torch would try again and again."""
+    made = []
+    def make():
+        try: made.append(store.clone())
+        except RuntimeError as e: made.append(e)
+    store.check([''])
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_FIRST_LOOK)
+        store.check([''])
+    if isinstance(made[0], RuntimeError): raise made[0]
+    return made[0]
 
 
 class Control:
@@ -85,7 +92,7 @@ class Control:
         self.world,self.pid = weakref.ref(dist.group.WORLD),os.getpid() # held, it would keep the store's server alive
         self.rank,self.size = dist.get_rank(),dist.get_world_size()
         self.inline = _INLINE if self.size <= _FEW_RANKS else 0
-        store = dist.PrefixStore('fastai_ddp_callbacks', _own_connection(dist.distributed_c10d._get_default_store()))
+        store = dist.PrefixStore('fastai_ddp_callbacks', _connection(dist.distributed_c10d._get_default_store()))
         # Some launchers keep one store over several process groups: count the groups that this rank has seen.
         self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
         self.generation,self.count,self.marks = 0,0,0 # groups given up so far; rendezvous in this one; errors that all know
@@ -259,7 +266,8 @@ class Control:
         def make():
             try: made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout)))
             except RuntimeError as e: made.append(e)
-        store,pause = dist.PrefixStore(name, self.store.clone()),0.001
+        try: store,pause = dist.PrefixStore(name, _connection(self.store)),0.001
+        except RuntimeError as e: self._lost(e, place)
         thread = threading.Thread(target=make, daemon=True)
         thread.start()
         while thread.is_alive(): pause = self._pause(pause, thread.join, place, timeout, deadline)

@@ -3,18 +3,19 @@
 Needs torch, not fastai. Ranks are those of the default process group; without one, or in a group of one, everything
 here has its single-process meaning and costs next to nothing."""
 from __future__ import annotations
-import atexit, math, os, pickle, re, struct, sys, threading, warnings, weakref
+import atexit, math, os, pickle, re, sys, threading, warnings, weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from types import SimpleNamespace
 
-import torch, torch.distributed as dist
+import torch.distributed as dist
 
-from .control import BOOL, BYTES, FLOAT, INT, NOTHING, Control, Place, Row
+from .control import BYTES, INT, NOTHING, Control, Place, Row
 from .errors import BarrierInBranchError, DDPError, RankFailedError
+from .values import REDUCERS, decode, encode, fits, plain
 
-__all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'barrier', 'agree', 'broadcast', 'broadcast_tensors', 'together', 'run_on_main',
+__all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'barrier', 'agree', 'broadcast', 'together', 'run_on_main',
            'main_process_only', 'run_once_per_node', 'once_per_node', 'no_barrier', 'reports_failure', 'get_timeout',
            'set_timeout']
 
@@ -99,16 +100,16 @@ def agree(
     either makes the other ranks raise `RankFailedError`."""
     meeting = _Meeting(_call('agree', name, f'how={how!r}'), timeout, name is not None)
     with meeting.failing_together() as outcome:
-        if how not in _REDUCERS: raise ValueError(f'agree(how={how!r}): choose one of {", ".join(map(repr, _REDUCERS))}.')
-        outcome.row = _encode(_plain(value))
-    values = [_decode(o.kind, o.bits) for o in meeting.meet(outcome)]
+        if how not in REDUCERS: raise ValueError(f'agree(how={how!r}): choose one of {", ".join(map(repr, REDUCERS))}.')
+        outcome.row = encode(plain(value))
+    values = [decode(o.kind, o.bits) for o in meeting.meet(outcome)]
     if how == 'main': return values[0]
     values = [o for o in values if o is not None]
     if not values: return None
     if any(isinstance(o, float) and math.isnan(o) for o in values): return math.nan
-    if how in ('any', 'all'): return _REDUCERS[how](map(bool, values))
+    if how in ('any', 'all'): return REDUCERS[how](map(bool, values))
     if all(type(o) is type(values[0]) and o == values[0] for o in values): return values[0]
-    return _REDUCERS[how](values)
+    return REDUCERS[how](values)
 
 def broadcast(
     obj=None, # what rank `src` has to tell; ignored on the others. Anything that can be pickled
@@ -138,47 +139,8 @@ def together(
     meeting,shared = _Meeting(_call('together', name), timeout, name is not None),SimpleNamespace(value=None, values=[])
     with meeting.failing_together() as outcome:
         yield shared
-        outcome.row = _encode(_plain(shared.value))
-    shared.values = [_decode(o.kind, o.bits) for o in meeting.meet(outcome)]
-
-def broadcast_tensors(
-    tensors:list, # on rank `src` what to send, on the others where to put it; of equal shapes and types on all ranks, on any device
-    src:int=0, # the rank that sends
-    name:str|None=None, # what is sent, the same on all ranks; by default where the call stands in the code
-    timeout:float|timedelta|None=None, # time limit of each piece, in seconds; `get_timeout()` by default
-) -> None:
-    """Copy the tensors of rank `src` into those of all ranks, 16 MB at a time, which is all the memory that it needs.
-
-    Raises what `barrier` raises; a rank that dies on the way leaves the others with the tensors that have come."""
-    meeting = _Meeting(_call('broadcast_tensors', name, f'src={src}'), timeout, name is not None)
-    if meeting.control is None: return
-    pieces = [(o, i, min(i+_BUCKET, o.nbytes)) for o in tensors for i in range(0, o.nbytes, _BUCKET)]
-    with reports_failure(meeting.place):
-        for bucket in _buckets(pieces):
-            data = torch.empty(sum(j-i for _,i,j in bucket), dtype=torch.uint8)
-            if rank() == src: _through(bucket, data, lambda part,piece: piece.copy_(part))
-            meeting.control.spread(data, src, meeting.place, meeting.timeout)
-            if rank() != src: _through(bucket, data, lambda part,piece: part.copy_(piece))
-
-_BUCKET = 1<<24
-
-def _buckets(pieces):
-    "Pieces of tensors, gathered until they fill a bucket."
-    bucket,size = [],0
-    for o in pieces:
-        if bucket and size+o[2]-o[1] > _BUCKET:
-            yield bucket
-            bucket,size = [],0
-        bucket.append(o)
-        size += o[2]-o[1]
-    if bucket: yield bucket
-
-def _through(bucket, data, copy):
-    "Copy each piece of a tensor from or to its place in `data`."
-    at = 0
-    for t,i,j in bucket:
-        copy(t.detach().reshape(-1).view(torch.uint8)[i:j], data[at:at+j-i])
-        at += j-i
+        outcome.row = encode(plain(shared.value))
+    shared.values = [decode(o.kind, o.bits) for o in meeting.meet(outcome)]
 
 def say(
     text:str, # one line for the user
@@ -330,7 +292,7 @@ class _Outcome:
     "What this rank brings to a meeting: a row, the bytes that it announces, or an exception."
     row,data,error = (NOTHING, 0),b'',None
     def carry(self, obj):
-        if obj is None or type(obj) in (bool, int, float) and _fits(obj): self.row = _encode(obj)
+        if obj is None or type(obj) in (bool, int, float) and fits(obj): self.row = encode(obj)
         else:
             try: self.data = pickle.dumps(obj)
             except Exception as e: raise TypeError(f'A {type(obj).__name__} cannot be sent to the other ranks: {e}') from e
@@ -381,7 +343,7 @@ class _Meeting:
             data = o.data
             if o.kind == BYTES and not data: data = self.control.send(outcome.data, o.bits, r, self.place, self.timeout)
             if r == src:
-                with reports_failure(self.place): result = pickle.loads(data) if data else _decode(o.kind, o.bits)
+                with reports_failure(self.place): result = pickle.loads(data) if data else decode(o.kind, o.bits)
         return result
 
 
@@ -420,34 +382,3 @@ def _agreed_leader(meeting):
     if all(0 <= o <= r and local[r-o] == 0 for r,o in enumerate(local)): return meeting.control.rank-local[meeting.control.rank]
     return meeting.control.node(meeting.place, meeting.timeout)[0]
 
-
-# -- numbers in a row
-
-def _plain(value):
-    "`value` as None, bool, int or float."
-    if hasattr(value, 'item') and type(value) not in (bool, int, float):
-        try: value = value.item()
-        except (RuntimeError, ValueError) as e: raise TypeError(f'agree needs one number per rank, not a {type(value).__name__} of several: {e}') from e
-    if value is None or isinstance(value, (bool, float)): return value
-    if isinstance(value, int) and _fits(value): return value
-    raise TypeError(f'agree needs a number (an int of at most 64 bits), a bool or None, not {value!r:.100}.')
-
-def _fits(number): return not isinstance(number, int) or -2**63 <= number < 2**63
-
-def _encode(value):
-    if value is None: return NOTHING,0
-    if isinstance(value, bool): return BOOL,int(value)
-    if isinstance(value, int): return INT,value
-    return FLOAT,struct.unpack('<q', struct.pack('<d', value))[0]
-
-def _decode(kind, bits):
-    if kind == NOTHING: return None
-    if kind == FLOAT: return struct.unpack('<d', struct.pack('<q', bits))[0]
-    return bool(bits) if kind == BOOL else bits
-
-def _mean(values):
-    if not all(map(math.isfinite, values)): return sum(values)/len(values) # fsum refuses inf-inf, which a diverging loss may bring
-    return math.fsum(o/len(values) for o in values) if math.isinf(sum(map(float, values))) else math.fsum(values)/len(values)
-
-REDUCTIONS = 'mean','main','min','max' # those of `agree` that make a number of numbers
-_REDUCERS = {'mean':_mean, 'main':None, 'min':min, 'max':max, 'any':any, 'all':all}

@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .batchflag import BatchFlag
 from .checkpoint import read_metadata
-from .distributed import REDUCTIONS, _tell, agree, rank, reports_failure, run_on_main, say, world_size
+from .distributed import _tell, agree, rank, reports_failure, run_on_main, say, world_size
 from .environment import process_group
 from .loading import load_everywhere
 from .store import Store
-from .weights import model_state, plain
+from .values import REDUCTIONS
+from .weights import model_state, plain, tensors_of
 
 __all__ = ['DDPTrackerCallback', 'DDPSaveModelCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateauCallback', 'DDPReduceLROnPlateau',
            'DDPTerminateOnNaNCallback', 'ddp_ctx']
@@ -184,7 +185,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _begin(self, n_epochs, **kwargs):
         self._store = Store(self.learn.path/self.learn.model_dir, self.name, lower=self.operator is np.less, several=self.every == 'epoch')
-        run_on_main(self._store.prepare, (3*sum(o.nbytes for o in self.learn.model.state_dict().values()), n_epochs)) # with the optimizer's
+        run_on_main(self._store.prepare, (3*sum(o.nbytes for o in tensors_of(self.learn.model.state_dict())), n_epochs)) # with the optimizer's
 
     def on_train_end(self, exception=False, **kwargs):
         try: super().on_train_end(exception=exception, **kwargs)

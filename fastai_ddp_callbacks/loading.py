@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from .buckets import broadcast_tensors
 from .checkpoint import read_checkpoint, read_metadata
-from .distributed import agree, broadcast_tensors, is_main_process, run_on_main, together
+from .distributed import agree, is_main_process, run_on_main, together
 from .errors import CheckpointError, CorruptCheckpointError, UnequalWeightsError
 from .weights import bare, digest, fitting, load_model_state, mapped, own, tensors_of
 
@@ -49,9 +50,11 @@ def load_everywhere(
                                   '. Does the model change what it loads, by a hook or a state of its own?', digests=ranks.values)
 
 def _load(model, state, path, load_opt):
-    with_opt = set(state) == {'model', 'opt'}
+    with_opt = _has_opt(state)
     load_model_state(model, state['model'] if with_opt else state, path)
     if with_opt and load_opt is not None: load_opt(own(state['opt']))
+
+def _has_opt(state): return isinstance(state, dict) and set(state) == {'model', 'opt'}
 
 def _sees(path, checksum):
     "Whether this rank finds the very file, on a disk that may lag behind. A damaged one is found, and refused when it is read."
@@ -74,7 +77,7 @@ def _from_main(model, path, checksum):
         return mapped(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype))
     outline = run_on_main(read)
     with together(f'compare {path} to the model'):
-        with_opt = set(outline) == {'model', 'opt'}
+        with_opt = _has_opt(outline)
         weights = fitting(model, outline['model'] if with_opt else outline, path)
         targets = bare(model).state_dict()
         def place(k, o): return targets[k] if isinstance(o, _Sent) and targets[k].dtype == o.dtype and targets[k].is_contiguous() else _empty(o)

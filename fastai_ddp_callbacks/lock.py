@@ -1,6 +1,6 @@
 "One run at a time under one name in a folder, also between hosts, and also after a run was killed."
 from __future__ import annotations
-import json, os, secrets, socket, threading, time, weakref
+import json, os, secrets, socket, threading, weakref
 from pathlib import Path
 
 from .checkpoint import temporary_beside

@@ -13,7 +13,7 @@ from .errors import CheckpointWriteError, MismatchedCheckpointError
 from .loading import load_everywhere
 from .store import Saved, Store, delete
 from .tracker import DDPTrackerCallback
-from .weights import model_state, plain
+from .weights import model_state, plain, tensors_of
 from .writer import Writer
 
 __all__ = ['DDPSaveModelCallback']
@@ -88,7 +88,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _prepare(self):
         self._writer.join() # an earlier fit may have ended by an exception
-        size = sum(o.nbytes for o in self.learn.model.state_dict().values())
+        size = sum(o.nbytes for o in tensors_of(self.learn.model.state_dict()))
         self._store.prepare(size*3 if self.with_opt else size, -(-self.learn.n_epoch//(self._rhythm or 1)))
 
     def _forget(self):

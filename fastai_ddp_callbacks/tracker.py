@@ -6,8 +6,9 @@ import numpy as np
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 
-from .distributed import REDUCTIONS, agree, reports_failure, say
+from .distributed import agree, reports_failure, say
 from .environment import hide_stray_environment, restore_environment
+from .values import REDUCTIONS
 
 __all__ = ['DDPTrackerCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateau']
 

@@ -46,7 +46,7 @@ def bare(model):
 
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
-def _plain_name(key): return re.sub(r'(^|(?<=\.))_orig_mod\.', '', re.sub(r'^(module\.)+', '', key))
+def _plain_name(key): return re.sub(r'(^|(?<=\.))_orig_mod\.', '', re.sub(r'^((module|_orig_mod)\.)+', '', key))
 
 def model_state(model) -> dict:
     "The state dict of a model, wrapped or not, with the names that the bare model has."
@@ -63,16 +63,24 @@ def load_model_state(
 def fitting(model, state, path=''):
     "`state` under the names that the bare model has. `MismatchedCheckpointError` if names or shapes differ."
     own = bare(model).state_dict()
+    if not isinstance(state, dict) or not all(isinstance(k, str) for k in state):
+        raise MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model: it does not hold tensors by name.', path)
     if state.keys() != own.keys():
         names = {_plain_name(k):k for k in own}
         state = {names.get(_plain_name(k), k):v for k,v in state.items()}
     def some(keys): return ', '.join(list(keys)[:3]) + (f' and {len(keys)-3} more' if len(keys) > 3 else '')
     missing,extra = [k for k in own if k not in state],[k for k in state if k not in own]
-    other = [f'{k} ({tuple(state[k].shape)} in the file, {tuple(v.shape)} in the model)' for k,v in own.items()
-             if k in state and getattr(v, 'shape', None) != getattr(state[k], 'shape', None)]
-    wrong = '; '.join(f'{what} {some(keys)}' for what,keys in (('missing:', missing), ('not in the model:', extra), ('of another shape:', other)) if keys)
+    other = [f'{k} ({_told(state[k])} in the file, {_told(v)} in the model)' for k,v in own.items() if k in state and _kind(v) != _kind(state[k])]
+    wrong = '; '.join(f'{what} {some(keys)}' for what,keys in (('missing:', missing), ('not in the model:', extra), ('of another shape or kind:', other)) if keys)
     if wrong: raise MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model. {wrong}.', path)
     return state
+
+def _kind(o):
+    "What must be equal for `copy_` to do what one expects."
+    if isinstance(o, torch.Tensor): return tuple(o.shape),o.layout,o.is_complex(),o.is_quantized,o.is_meta
+    return (tuple(o.shape), torch.strided, o.dtype.is_complex, False, False) if hasattr(o, 'dtype') else type(o) # what stands for a tensor
+
+def _told(o): return f'{tuple(o.shape)}' if hasattr(o, 'shape') else type(o).__name__
 
 def digest(
     model # wrapped or not
