@@ -132,6 +132,10 @@ class Control:
             t = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == src else torch.empty(n, dtype=torch.uint8)
             return self._spread(t, src, place, timeout).numpy().tobytes()
 
+    def swap(self, data, n, place, timeout):
+        "`data` of every rank, on every rank, each in `n` bytes with nothing behind it."
+        with self._waiting(place): return self._exchange(data.ljust(n, b'\0'), place, timeout, time.monotonic()+timeout)
+
     def spread(self, t, src, place, timeout):
         "Fill `t`, on the CPU, with what rank `src` has in it, on every rank."
         with self._waiting(place): t.copy_(self._spread(t, src, place, timeout)) # which is `t` itself where the group is gloo's

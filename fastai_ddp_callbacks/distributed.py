@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from .control import BYTES, INT, NOTHING, Control, Place, Row
-from .errors import BarrierInBranchError, DDPError, RankFailedError
+from .errors import BarrierInBranchError, DDPError, Preempted, RankFailedError
 from .values import REDUCERS, decode, encode, fits, plain
 
-__all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'barrier', 'agree', 'broadcast', 'together', 'run_on_main',
+__all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'barrier', 'agree', 'broadcast', 'all_gather', 'together', 'run_on_main',
            'main_process_only', 'run_once_per_node', 'once_per_node', 'no_barrier', 'reports_failure', 'get_timeout',
            'set_timeout']
 
@@ -127,6 +127,20 @@ def broadcast(
         if meeting.control is not None and src == rank(): outcome.carry(obj)
     return obj if meeting.control is None else meeting.share(outcome, src)
 
+def all_gather(
+    obj, # what this rank has to tell. Anything that can be pickled
+    name:str|None=None, # what is told, the same on all ranks; by default where the call stands in the code
+    timeout:float|timedelta|None=None, # time limit, in seconds; `get_timeout()` by default
+) -> list: # the objects of all ranks, in their order
+    "Give what every rank has to every rank. A `barrier` too, which raises what that raises. Two collectives, one for what is small."
+    meeting = _Meeting(_call('all_gather', name), timeout, name is not None)
+    if meeting.control is None: return [obj]
+    with meeting.failing_together() as outcome: outcome.pack(obj)
+    rows = meeting.meet(outcome)
+    found,longest = [o.data for o in rows],max(o.bits for o in rows)
+    if not all(found): found = [o[:row.bits] for o,row in zip(meeting.control.swap(outcome.data, longest, meeting.place, meeting.timeout), rows)]
+    with reports_failure(meeting.place): return [pickle.loads(o) for o in found]
+
 
 @contextmanager
 def together(
@@ -229,6 +243,7 @@ def reports_failure(
 def _tell(error, place, since=0):
     "Tell the other ranks of `error`. Gives the failure of another rank that has led to it, if so."
     try:
+        if isinstance(error, Preempted): return None # all ranks have agreed to leave
         control = _get_control()
         if control is None: return None
         cause = control.cause() if _is_network_error(error) else None
@@ -293,10 +308,12 @@ class _Outcome:
     row,data,error = (NOTHING, 0),b'',None
     def carry(self, obj):
         if obj is None or type(obj) in (bool, int, float) and fits(obj): self.row = encode(obj)
-        else:
-            try: self.data = pickle.dumps(obj)
-            except Exception as e: raise TypeError(f'A {type(obj).__name__} cannot be sent to the other ranks: {e}') from e
-            self.row = BYTES,len(self.data)
+        else: self.pack(obj)
+
+    def pack(self, obj):
+        try: self.data = pickle.dumps(obj)
+        except Exception as e: raise TypeError(f'A {type(obj).__name__} cannot be sent to the other ranks: {e}') from e
+        self.row = BYTES,len(self.data)
 
 
 class _Meeting:

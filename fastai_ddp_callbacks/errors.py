@@ -3,7 +3,7 @@ from __future__ import annotations
 
 __all__ = ['DDPError', 'BarrierMismatchError', 'RankFailedError', 'BarrierTimeoutError', 'BarrierInBranchError', 'CheckpointError',
            'CheckpointWriteError', 'CorruptCheckpointError', 'UnsafeCheckpointError', 'NewerCheckpointError', 'MismatchedCheckpointError',
-           'CheckpointInUseError', 'UnequalWeightsError']
+           'CheckpointInUseError', 'UnequalWeightsError', 'Preempted']
 
 
 class DDPError(RuntimeError):
@@ -69,3 +69,7 @@ class CheckpointInUseError(CheckpointError):
 
 class UnequalWeightsError(DDPError):
     "After all ranks have loaded a checkpoint, their weights differ. `digests`: list of int, by rank."
+
+
+class Preempted(SystemExit):
+    "All ranks have saved, and leave, since one of them was told to by a signal. `code`: exit status."

@@ -231,8 +231,8 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         meta = dict(epoch=epoch, monitor=self.monitor, value=value, world_size=world_size(), fastai=version('fastai'))
         return self._store.write({'model': model_state(self.learn.model), 'opt': opt}, self._store.place(dict(epoch=epoch)), meta)
 
-    def _load_opt(self, state):
-        try: self.learn.opt.load_state_dict(state) # which puts each tensor where its parameter is
+    def _load_opt(self, rest):
+        try: self.learn.opt.load_state_dict(rest['opt']) # which puts each tensor where its parameter is
         except ValueError as e: # as after unfreezing
             say(f'The saved optimizer state does not fit this optimizer and was left out: {e}', warn=True)
 

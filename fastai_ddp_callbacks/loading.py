@@ -27,7 +27,7 @@ def load_everywhere(
     model, # wrapped or not
     path:str, # the checkpoint, on a disk that rank 0 sees
     checksum:str|None, # of the one file that is meant; None for a file that has none, of stock fastai
-    load_opt=None, # called with the optimizer's state, if the file holds one
+    also=None, # called with what else the file holds, as {'opt':...}, if it holds anything else
 ) -> None:
     """Every rank reads and verifies the file, if all of them see it; else rank 0 does, and sends what is in it.
 
@@ -37,24 +37,27 @@ def load_everywhere(
     `UnequalWeightsError` if the ranks do not hold the same weights at the end."""
     if agree(_sees(path, checksum), 'all', f'before loading {path}'):
         with together(f'load {path}') as ranks:
-            _load(model, read_checkpoint(path, checksum=checksum)[0], path, load_opt)
+            _load(model, read_checkpoint(path, checksum=checksum)[0], path, also)
             ranks.value = digest(model)
     else:
         state = _from_main(model, path, checksum)
         with together(f'load {path}, as rank 0 has sent it') as ranks:
-            _load(model, state, path, load_opt)
+            _load(model, state, path, also)
             ranks.value = digest(model)
     if len(set(ranks.values)) > 1:
         raise UnequalWeightsError(f'The ranks have loaded {path}, but do not hold the same weights: ' +
                                   '; '.join(f'rank {r}: {o & (1<<64)-1:016x}' for r,o in enumerate(ranks.values)) +
                                   '. Does the model change what it loads, by a hook or a state of its own?', digests=ranks.values)
 
-def _load(model, state, path, load_opt):
-    with_opt = _has_opt(state)
-    load_model_state(model, state['model'] if with_opt else state, path)
-    if with_opt and load_opt is not None: load_opt(own(state['opt']))
+def _load(model, state, path, also):
+    weights,rest = _parted(state)
+    load_model_state(model, weights, path)
+    if rest and also is not None: also(own(rest))
 
-def _has_opt(state): return isinstance(state, dict) and set(state) == {'model', 'opt'}
+def _parted(state):
+    "The weights, and what else there is."
+    if not isinstance(state, dict) or not isinstance(state.get('model'), dict): return state,{}
+    return state['model'],{k:v for k,v in state.items() if k != 'model'}
 
 def _sees(path, checksum):
     "Whether this rank finds the very file, on a disk that may lag behind. A damaged one is found, and refused when it is read."
@@ -77,12 +80,11 @@ def _from_main(model, path, checksum):
         return mapped(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype))
     outline = run_on_main(read)
     with together(f'compare {path} to the model'):
-        with_opt = _has_opt(outline)
-        weights = fitting(model, outline['model'] if with_opt else outline, path)
-        targets = bare(model).state_dict()
+        weights,rest = _parted(outline)
+        weights,targets = fitting(model, weights, path),bare(model).state_dict()
         def place(k, o): return targets[k] if isinstance(o, _Sent) and targets[k].dtype == o.dtype and targets[k].is_contiguous() else _empty(o)
         weights = {k:place(k, o) for k,o in weights.items()}
-        state = kept[0] if kept else {'model':weights, 'opt':mapped(outline['opt'], _empty, _Sent)} if with_opt else weights
+        state = kept[0] if kept else {'model':weights, **mapped(rest, _empty, _Sent)} if rest else weights
     broadcast_tensors(tensors_of(state), name=f'weights of {path}')
     return state
 

@@ -84,12 +84,30 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             if twins: raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname of its own.')
             if unknown: raise ValueError(f'DDPSaveModelCallback(fname={self.fname!r}): there is no {unknown[0]}. Fields are {", ".join(self._fields())}.')
         self._due = []
-        run_on_main(self._prepare)
+        files = run_on_main(self._prepare)
+        if not self._resumed: return
+        self._store.resume(self._resumed['run'], files, self._resumed['file'])
+        if self._store.best: self.best = self._store.best.value
+        elif self._resumed['file']:
+            say(f'The best model of the run that goes on, with {self.monitor} value {self.best}, is no longer there: the next one counts as the best.', warn=True)
+            self.best = self._worst()
+
+    def state_dict(self) -> dict:
+        best = self._store.best if self._store else None
+        return dict(super().state_dict(), run=self._store.run if self._store else None, file=best.checksum if best else None,
+                    last_saved_path=str(self.last_saved_path) if self.last_saved_path else None)
+
+    def load_state_dict(self, state:dict):
+        super().load_state_dict(state)
+        self.last_saved_path = Path(state['last_saved_path']) if state['last_saved_path'] else None
 
     def _prepare(self):
         self._writer.join() # an earlier fit may have ended by an exception
         size = sum(o.nbytes for o in tensors_of(self.learn.model.state_dict()))
         self._store.prepare(size*3 if self.with_opt else size, -(-self.learn.n_epoch//(self._rhythm or 1)))
+        if not self._resumed: return []
+        self._store.run = self._resumed['run']
+        return self._store.found()
 
     def _forget(self):
         super()._forget()
@@ -198,6 +216,6 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                        'and a file of an earlier run is not loaded.', warn=True)
         load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt if self.with_opt else None)
 
-    def _load_opt(self, state):
-        try: self.learn.opt.load_state_dict(to_device(state, next(self.learn.model.parameters()).device))
+    def _load_opt(self, rest):
+        try: self.learn.opt.load_state_dict(to_device(rest['opt'], next(self.learn.model.parameters()).device))
         except AssertionError as e: raise MismatchedCheckpointError(f'{self.best_path}: its optimizer state does not fit this optimizer.', self.best_path) from e

@@ -46,6 +46,7 @@ class Store:
         self.several = several or bool(self.fields)
         self.template = f'{self.fname}_{{epoch}}' if several and not self.fields else self.fname
         self.files,self.best,self.run = [],None,secrets.token_hex(6) # `Saved`, oldest first; the best of them; rank 0's is in the files
+        self.resumed = None # path of the file with which this process went on
         self.lock = Lock(self._base()/f'.{Path(self.template).name}.lock', f'{self.fname!r} in {self.folder}')
 
     # -- the same on all ranks
@@ -87,7 +88,7 @@ class Store:
         if not self.selective: return []
         valued = sorted((o for o in self.files if o.value is not None), key=lambda o: self._rank(o.value))
         kept = *valued[:self.keep_best or 1],*self.files[-(self.keep_last or 1):],self.best
-        return [o for o in self.files if o not in kept]
+        return [o for o in self.files if o not in kept and o.path != self.resumed]
 
     # -- on rank 0
 
@@ -109,9 +110,27 @@ class Store:
     ) -> Path: # of the next file
         path = self.folder/f'{self.format(fields)}.pth'
         if self.fields or self.selective: # no file is overwritten: not one of another run, and not one of equal name that is kept
+            again = {o.path for o in self.files if o.epoch == fields['epoch']} # of this epoch, before the run was resumed
             name,n = path,0
-            while path.exists(): path,n = name.with_name(f'{name.stem}-{n+1}.pth'),n+1
+            while path.exists() and str(path) not in again: path,n = name.with_name(f'{name.stem}-{n+1}.pth'),n+1
         return path
+
+    def found(self) -> list:
+        "The `Saved` of this run that are on disk, oldest first by what they say of themselves: the run may have gone on after it was saved itself."
+        last = self.folder/f'{self.last}.pth'
+        metas = {o:m for o in self._base().rglob('*.pth') if o != last and (m := _metadata(o)) and m.get('run') == self.run}
+        return [Saved(str(o), m['checksum'], m['epoch'], m['value']) for o,m in sorted(metas.items(), key=lambda o: (o[1].get('iteration', 0), o[1]['time']))]
+
+    def resume(self,
+        run, # id of a run that was interrupted
+        files, # what rank 0 has `found` of it
+        best=None, # the checksum that was the best's
+    ):
+        "Go on with the files of that run."
+        self.run,self.files = run,list(files)
+        self.best = next((o for o in files if o.checksum == best), None)
+        top = min((o for o in files if o.value is not None), key=lambda o: self._rank(o.value), default=None)
+        if top and (self.best is None or self._rank(top.value) < self._rank(self.best.value)): self.best = top
 
     def write(self,
         state, # for `write_checkpoint`
@@ -134,6 +153,10 @@ class Store:
         fixed = next((i for i,o in enumerate(parts) if _names.fields(o)), len(parts))
         return self.folder.joinpath(*parts[:fixed])
 
+
+def _metadata(path):
+    try: return read_metadata(path)
+    except CheckpointError: return None # not one that could be used
 
 def _also_call(path, name):
     "Give the file a second name, in one step; a copy where the disk knows no hard links."

@@ -21,7 +21,7 @@ class DDPTrackerCallback(TrackerCallback):
 
     An epoch without a value on any rank (skipped, cancelled, not validated) decides nothing. NaN and infinity are never
     best. `ValueError` on every rank, before the first batch, if the Recorder has no column `monitor`."""
-    name,_training,_trained,_validated = 'tracker',False,False,False
+    name,_training,_trained,_validated,_resumed = 'tracker',False,False,False,None
 
     def __init__(self,
         monitor='valid_loss', # value (usually loss or metric) being monitored.
@@ -45,7 +45,7 @@ class DDPTrackerCallback(TrackerCallback):
     def before_train(self):
         "Prepare the monitored value, once per fit."
         if not self._training: self._start()
-        self._training = True
+        self._training,self._resumed = True,None
 
     def _start(self):
         hide_stray_environment()
@@ -57,6 +57,21 @@ class DDPTrackerCallback(TrackerCallback):
                               'to say so.', warn=True)
         self.idx,self.new_best,self._guessed = names.index(self.monitor),False,False
         if self.reset_on_fit or self.best is None: self._forget()
+        if self._resumed: self._resume(self._resumed)
+
+    def state_dict(self) -> dict:
+        "What a fit that is interrupted needs to go on: plain values."
+        return dict(monitor=self.monitor, best=None if self.best is None else float(self.best))
+
+    def load_state_dict(self,
+        state:dict # as `state_dict` gave it, in a fit that was interrupted
+    ):
+        "Go on from there in the fit that begins. `ValueError` if another column was followed."
+        if state['monitor'] != self.monitor:
+            raise ValueError(f"{type(self).__name__}(monitor={self.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
+        self._resumed,self.best = state,state['best']
+
+    def _resume(self, state): self.best = state['best']
 
     def _lower_is_better(self): return bool(self.comp(0., 1.))
 
@@ -109,7 +124,7 @@ class DDPTrackerCallback(TrackerCallback):
 
     def after_fit(self):
         restore_environment()
-        self._training = False
+        self._training,self._resumed = False,None
 
 
 class _Patient(DDPTrackerCallback):
@@ -117,8 +132,14 @@ class _Patient(DDPTrackerCallback):
     wait = 0
 
     def _start(self):
-        super()._start()
         self.wait = 0
+        super()._start()
+
+    def state_dict(self) -> dict: return dict(super().state_dict(), wait=self.wait)
+
+    def _resume(self, state):
+        super()._resume(state)
+        self.wait = state['wait']
 
     def _decide(self, val):
         super()._decide(val)

@@ -1,0 +1,32 @@
+"Signals that ask a training to save and leave, noted for the next moment at which all ranks can."
+from __future__ import annotations
+import os, signal, threading
+
+__all__ = ['Asked']
+
+
+class Asked:
+    """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) between `watch` and `release`, in the main thread.
+
+    `by` is the name of the first that came. Handlers of others are called too. A second Ctrl-C interrupts at once."""
+    def __init__(self): self.by,self._before = None,{}
+
+    def __reduce__(self): return Asked,()
+
+    def watch(self):
+        if threading.current_thread() is not threading.main_thread(): return
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            if signal.getsignal(number) is not None: self._before[number] = signal.signal(number, self._note) # None: not Python's to give back
+
+    def release(self):
+        for number,before in self._before.items():
+            if signal.getsignal(number) == self._note: signal.signal(number, before)
+        self._before = {}
+
+    def _note(self, number, frame):
+        again,name,before = self.by,signal.Signals(number).name,self._before.get(number)
+        if again and number == signal.SIGINT: return signal.default_int_handler(number, frame)
+        self.by = name
+        more = ' Once more to stop at once.' if number == signal.SIGINT else ''
+        if not again: os.write(2, f'\n{name}: training saves at the next batch and leaves.{more}\n'.encode()) # `print` may be what was interrupted
+        if callable(before) and before is not signal.default_int_handler: before(number, frame)

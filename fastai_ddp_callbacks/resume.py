@@ -1,0 +1,273 @@
+"fastai 2: a fit that was killed goes on where its last whole checkpoint was."
+from __future__ import annotations
+import glob, signal, sys, time
+from functools import partial
+from importlib.metadata import version
+
+import torch
+from fastai.basics import Callback, Learner
+from fastai.callback.schedule import ParamScheduler
+from fastai.torch_core import to_device
+from torch.nn.parallel import DistributedDataParallel
+
+from .checkpoint import read_metadata, verify_checkpoint
+from .distributed import all_gather, rank, run_on_main, say, together, world_size
+from .errors import CheckpointError, MismatchedCheckpointError, Preempted
+from .loading import load_everywhere
+from .preemption import Asked
+from .rest_of_epoch import Stage, train_on_rest
+from .store import Store, delete
+from .training_state import loaders, nested, number, own_state, restore_own, restore_shared, shared_state
+from .weights import model_state, plain, tensors_of
+from .writer import Writer
+
+__all__ = ['DDPResumeCallback']
+
+_LOOK = 1. # seconds between the moments at which all ranks tell each other whether to save or to leave
+
+
+class DDPResumeCallback(Callback):
+    """Saves all that a fit needs to go on, and goes on by itself when the fit that was killed is started again.
+
+    On the CPU, with as many ranks, the end is then the same to the bit. SIGTERM, SIGUSR1 or Ctrl-C on any rank: all ranks
+    save after the same batch, within about a second and the time of a batch and a save, and leave by `Preempted` (a
+    `SystemExit`); in the midst of validation, after it. A fit that has come to its end is not trained again: its weights are
+    loaded. `CheckpointError` on all ranks if there is nothing whole and `resume='must'`; `ValueError` if what is there
+    belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two."""
+    order,run_valid = 90,False # after all that is to be saved has seen the epoch
+
+    def __init__(self,
+        every_epoch=1, # save after so many epochs; None: only as told by what follows.
+        every_batches=None, # save after so many batches too.
+        every_minutes=None, # save when so many minutes have passed on rank 0's clock, too.
+        keep=2, # how many of the newest to keep.
+        fname='resume', # first part of the files' names, in `learn.path/learn.model_dir`.
+        resume='auto', # 'auto': go on if there is something to go on with; 'must': and fail if not; 'never': start anew.
+        background=False, # write while training goes on, from a copy of the state in the memory of rank 0.
+        exit_status=0, # with which the process ends after a signal.
+    ):
+        if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
+        for k,v in dict(every_epoch=every_epoch, every_batches=every_batches, every_minutes=every_minutes, keep=keep).items():
+            if v is not None and v <= 0 or v is None and k == 'keep': raise ValueError(f'DDPResumeCallback({k}={v!r}): a number above 0 is needed.')
+        self.every_epoch,self.every_batches,self.every_minutes,self.keep = every_epoch,every_batches,every_minutes,keep
+        self.fname,self.resume,self.background,self.exit_status = fname,resume,background,exit_status
+        self._fits,self._active,self._store,self._writer,self._asked = 0,False,None,Writer(),Asked()
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == 'learn' and value is None: self._leave() # the fit that this was given to is over, whether well or not
+
+    # -- the beginning of a fit
+
+    def before_fit(self):
+        self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
+        if not self.run or self._active or not _in_fit(self.learn): return # `validate` begins with this event too
+        self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
+        self._warm = False
+        self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
+        name = self.fname if not self._fits else f'{self.fname}-{self._fits+1}'
+        self._store = Store(self.learn.path/self.learn.model_dir, f'{name}_{{iteration}}{{end}}', keep_last=self.keep)
+        found = run_on_main(self._find, (name,))
+        if found: self._go_on(*found)
+        self._asked = Asked()
+        self._asked.watch()
+
+    def _find(self, name):
+        "The newest whole one that is meant: path, checksum, metadata."
+        self._writer.join()
+        size = sum(o.nbytes for o in tensors_of([self.learn.model.state_dict(), self.learn.opt.state_dict()]))
+        self._store.prepare(size, self.keep)
+        metas,more = {},[]
+        for path in glob.glob(glob.escape(str(self._store.folder/name))+'_*.pth'):
+            try: meta = read_metadata(path) or {}
+            except CheckpointError as e: more.append(e)
+            else:
+                if meta.get('resume') == name: metas[path] = meta
+        self._sequence = max((o['sequence'] for o in metas.values()), default=0)
+        if self.resume == 'never': return None
+        path = self._newest_whole(metas, more)
+        for e in more: say(f'{e} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
+        if path is None:
+            if self.resume == 'must': raise CheckpointError(f'There is no whole {self._store.folder/name}_*.pth to go on with.', str(self._store.folder))
+            return None
+        meta = metas[path]
+        self._refuse_other_kind(path, meta)
+        self._store.run,self._store.resumed = meta['run'],path
+        self._store.files = [o for o in self._store.found() if o.path in metas]
+        return path,meta['checksum'],meta
+
+    def _newest_whole(self, metas, more):
+        newest = sorted(metas, key=lambda o: metas[o]['sequence'], reverse=True)
+        if newest and metas[newest[0]]['finished'] and self.learn.n_epoch > metas[newest[0]]['n_epoch']:
+            ended,newest = newest[0],[o for o in newest if not metas[o]['finished']] # more epochs than planned: go on from before the best weights were loaded
+            if not newest: raise ValueError(f'{ended} is of a fit that has come to its end, and its last epoch was not kept: with keep=2 it could go on for more epochs.')
+        for path in newest:
+            try: verify_checkpoint(path)
+            except CheckpointError as e: more.append(e)
+            else: return path
+
+    def _refuse_other_kind(self, path, meta):
+        n,planned = self.learn.n_epoch,meta['n_epoch']
+        scheduled = any(isinstance(o, ParamScheduler) for o in self.learn.cbs)
+        if n < planned or n != planned and scheduled:
+            raise ValueError(f'{path} is of a fit of {planned} epochs, and this one is to have {n}' + (', which gives another schedule' if scheduled else '') +
+                             ". Give this fit another fname, or resume='never' to start anew.")
+
+    def _go_on(self, path, checksum, meta):
+        "Bring everything back to where it was."
+        kept = {}
+        def also(rest): kept.update(rest)
+        try: load_everywhere(self.learn.model, path, checksum, also)
+        except MismatchedCheckpointError as e: raise ValueError(f"{e} It belongs to another model: give this fit another fname, or resume='never' to start anew.") from e
+        state = self._state = kept['training']
+        with together(f'resume from {path}'):
+            self.learn.opt.load_state_dict(to_device(kept['opt'], next(self.learn.model.parameters()).device))
+            restore_shared(self.learn, state)
+            self._finished,self._first,self._rows = meta['finished'],self.learn.n_epoch if meta['finished'] else state['epoch'],state['rows']
+            self._stages = [Stage(*o) for o in state['stages']]
+        bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
+        if bar: bar.update(0) # its beginning, which only epoch 0 would be
+        for row in self._rows: self.learn.logger(row)
+        if self._finished: return say(f'{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.')
+        say(f'Going on after {_progress(meta)}, with {path}.')
+        if world_size() != len(state['ranks']):
+            say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: batches and random numbers will not be those of a fit that was '
+                'not interrupted.', warn=True)
+        self._with = self.learn._with_events
+        self.learn._with_events = self._skipping # in the instance, over what `ddp_ctx` may have put there
+        self._warm = world_size() > 2 and isinstance(self.learn.model, DistributedDataParallel) and not next(self.learn.model.parameters()).is_cuda
+        if not self._stages: self._bring_back_random_states()
+
+    def _bring_back_random_states(self):
+        "This rank's own, as far as there was such a rank."
+        if rank() < len(self._state['ranks']): restore_own(self.learn, self._state['ranks'][rank()])
+
+    def _skipping(self, f, event_type, *args, **kwargs):
+        "No event of an epoch that is over reaches anybody."
+        if event_type == 'epoch' and self.learn.epoch < self._first: return
+        return self._with(f, event_type, *args, **kwargs)
+
+    # -- in the fit
+
+    def before_epoch(self):
+        if not self._active: return
+        self._trained,self._rest = False,self._stages and self.epoch == self._first
+        if self._rest: self.learn.all_batches = partial(train_on_rest, self.learn, list(self._stages), nested(self._state['order']), self._bring_back_random_states)
+        else: self._stages = []
+
+    def before_train(self):
+        if not self._active: return
+        if self._rest: self.learn.pct_train,self._order = self._state['pct_train'],self._state['order']
+        else: self._order = plain(loaders(self.learn)[0].rng.getstate())
+        self._begin = None # of what this process trains in this epoch
+
+    def before_batch(self):
+        if self._warm: self._warm_up()
+        self._warm = False
+
+    def _warm_up(self):
+        """Let DDP see a batch before the first one. After that it lays gradients out in the order in which they come, and three
+        numbers or more that are added in another order may differ in the last bit."""
+        buffers,states = [o.clone() for o in self.model.buffers()],own_state(self.learn)
+        self.loss_func(self.model(*self.xb), *self.yb).backward()
+        self.opt.zero_grad()
+        with torch.no_grad():
+            for o,before in zip(self.model.buffers(), buffers): o.copy_(before)
+        restore_own(self.learn, states)
+
+    def after_batch(self):
+        if not self._active: return
+        if self._begin is None: self._begin = self.iter
+        n = self.train_iter
+        if world_size() == 1: leave,due = bool(self._asked.by),self._late()
+        elif n >= self._check_at: leave,due = self._look(n)
+        else: leave = due = False
+        follows = self.iter+1 == self.n_iter and self._epoch_due() # a save at the end of the epoch
+        if leave or (due or self.every_batches and n%self.every_batches == 0) and not follows: self._save(self.epoch, self.iter+1)
+        if leave: self._go()
+
+    def _late(self): return self.every_minutes is not None and time.monotonic()-self._saved_at >= 60*self.every_minutes
+
+    def _look(self, n):
+        "All ranks meet and tell: whether one is to leave; whether rank 0 wants to save, and in how many batches to meet again."
+        now,(before,then) = time.monotonic(),self._checked or (n, 0)
+        batches,self._checked = max(1, min(int(_LOOK*(n-before)/max(now-then, 1e-6)), 10000)),(n, now)
+        with together('resume: whether to save or to leave') as ranks: ranks.value = bool(self._asked.by) | self._late() << 1 | batches << 2
+        main = ranks.values[0]
+        self._check_at = n + (main >> 2)
+        return any(o & 1 for o in ranks.values),bool(main & 2)
+
+    def after_train(self):
+        if not self._active: return
+        self._trained = True
+        if self._rest: del self.learn.all_batches
+        self._rest,self._stages,self._state = False,[],None
+
+    def after_epoch(self):
+        if not self._active or not self._trained: return
+        self._rows.append([number(o) for o in self.recorder.log])
+        if self._epoch_due() and self._save(self.epoch+1, 0): self._go()
+
+    def _epoch_due(self): return bool(self.every_epoch) and (self.epoch+1)%self.every_epoch == 0
+
+    def after_fit(self):
+        "Save what the fit came to, and remember that it has."
+        if not self._active: return
+        self._store.resumed = None # what came after is whole, and enough
+        if not self._finished: self._save(self.n_epoch, 0, finished=True)
+        self._fits += 1
+        asked = self._asked.by
+        self._leave()
+        if asked: signal.raise_signal(getattr(signal, asked)) # it came too late for this fit, but not for what follows
+
+    # -- saving and leaving
+
+    def _save(self, epoch, batch, finished=False) -> bool:
+        "Whether any rank has been told to leave."
+        told = all_gather((bool(self._asked.by), own_state(self.learn)), 'random states')
+        stages = [*map(list, self._stages), [world_size(), self.dl.bs, batch-self._begin]] if batch else []
+        state = dict(shared_state(self.learn), epoch=epoch, rows=self._rows, order=self._order if batch else None, stages=stages, ranks=[o for _,o in told])
+        run_on_main(self._write, (state, epoch, batch, finished))
+        self._saved_at = time.monotonic()
+        return any(o for o,_ in told)
+
+    def _write(self, training, epoch, batch, finished):
+        self._settle()
+        self._sequence += 1
+        meta = dict(resume=self._store.fname.partition('_{')[0], sequence=self._sequence, epoch=epoch, batch=batch, n_iter=vars(self.learn).get('n_iter', 0), n_epoch=self.n_epoch, iteration=self.train_iter, finished=finished,
+                    value=None, world_size=world_size(), fastai=version('fastai'))
+        state = {'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}
+        path = self._store.place(dict(iteration=self.train_iter, end='_finished' if finished else '', epoch=epoch))
+        def write(state): return self._store.write(state, path, meta)
+        if self.background and not finished: self._writer.start(write, state)
+        else: self._keep(write(state))
+
+    def _settle(self):
+        if self._writer.busy: self._keep(self._writer.wait())
+
+    def _keep(self, saved):
+        for o in self._store.add(saved): delete(o)
+
+    def _go(self):
+        run_on_main(self._settle)
+        raise Preempted(self.exit_status)
+
+    def _leave(self):
+        "What a fit leaves behind on the learner, and elsewhere."
+        if not self._active: return
+        self._active,self._state,self._with = False,None,None
+        (learn,with_events),self._changed = self._changed,None
+        for name,before in (('_with_events', with_events), ('all_batches', None)):
+            vars(learn).pop(name, None)
+            if before is not None: setattr(learn, name, before)
+        self._asked.release()
+        self._store.lock.release()
+
+
+def _in_fit(learn):
+    "Whether `fit` is under way. `validate` has the same events up to the first epoch, and nothing else tells."
+    f = sys._getframe()
+    while f and not (f.f_code is Learner._with_events.__code__ and f.f_locals['event_type'] == 'fit' and f.f_locals['self'] is learn): f = f.f_back
+    return f is not None
+
+def _progress(meta): return f'batch {meta["batch"]} of {meta["n_iter"]} in epoch {meta["epoch"]}' if meta['batch'] else f'{meta["epoch"]} of {meta["n_epoch"]} epochs'

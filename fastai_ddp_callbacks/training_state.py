@@ -1,0 +1,94 @@
+"fastai 2: where a fit is, in plain values and tensors: what is the same on all ranks, and what is each rank's own."
+from __future__ import annotations
+import math, random
+
+import numpy as np, torch
+from fastai.basics import L
+from fastai.callback.schedule import ParamScheduler
+from fastai.callback.tracker import TrackerCallback
+from fastai.distributed import DistributedDL
+
+from .weights import plain
+
+__all__ = ['nested', 'number', 'shared_state', 'restore_shared', 'own_state', 'restore_own', 'loaders']
+
+
+# -- the same on all ranks
+
+def shared_state(
+    learn # a `Learner` in a fit
+) -> dict:
+    "The Recorder's history, the position in the schedules, and what each callback has to tell."
+    rec,sm = learn.recorder,learn.recorder.smooth_loss
+    recorder = dict(values=[list(map(number, o)) for o in rec.values], lrs=_numbers(rec.lrs), iters=list(rec.iters),
+                    losses=torch.stack([o.detach().cpu() for o in rec.losses]) if rec.losses else None, smooth_loss=sm.val.detach().cpu(), count=sm.count)
+    scaler = getattr(learn, 'scaler', None)
+    return dict(pct_train=float(learn.pct_train), train_iter=learn.train_iter, recorder=recorder, scaler=scaler and scaler.state_dict(),
+                callbacks={k:s for k,cb in _named(learn) if (s := _state(cb)) is not None})
+
+def restore_shared(
+    learn, # a `Learner` in a fit, of the same callbacks
+    state:dict # as `shared_state` gave it
+) -> None:
+    "`ValueError` if a callback follows another column than it did."
+    rec,o = learn.recorder,state['recorder']
+    rec.values,rec.lrs,rec.iters = [L(v) for v in o['values']],o['lrs'].tolist(),list(o['iters'])
+    rec.losses = list(o['losses']) if o['losses'] is not None else []
+    rec.smooth_loss.val,rec.smooth_loss.count = o['smooth_loss'].to(learn.dls.device or 'cpu'),o['count']
+    if rec.losses: learn.smooth_loss = rec.losses[-1]
+    if rec.values: learn.final_record = rec.values[-1].copy()
+    learn.pct_train,learn.train_iter = state['pct_train'],state['train_iter']
+    if state['scaler'] and getattr(learn, 'scaler', None): learn.scaler.load_state_dict(state['scaler'])
+    for k,cb in _named(learn):
+        if k in state['callbacks']: _restore(cb, state['callbacks'][k])
+
+def _named(learn):
+    "Callbacks by class, and by number if there are several of one."
+    seen = {}
+    for cb in learn.cbs:
+        name = type(cb).__name__
+        seen[name] = seen.get(name, 0)+1
+        yield f'{name}-{seen[name]}',cb
+
+def _offers(cb): return hasattr(type(cb), 'state_dict') and hasattr(type(cb), 'load_state_dict') # an instance has the model's, by delegation
+
+def _state(cb):
+    if _offers(cb): return plain(cb.state_dict())
+    if isinstance(cb, ParamScheduler): return {k:_numbers(v) for k,v in cb.hps.items()}
+    if isinstance(cb, TrackerCallback): return dict(monitor=cb.monitor, best=number(cb.best), wait=getattr(cb, 'wait', None))
+
+def _restore(cb, state):
+    if _offers(cb): return cb.load_state_dict(state)
+    if isinstance(cb, ParamScheduler): cb.hps = {k:v.tolist() for k,v in state.items()}
+    else:
+        if state['monitor'] != cb.monitor: raise ValueError(f"{type(cb).__name__}(monitor={cb.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
+        cb.best = state['best']
+        if state['wait'] is not None: cb.wait = state['wait']
+
+def number(o): return o.item() if hasattr(o, 'item') else o if o is None or isinstance(o, (bool, int, float, str)) else math.nan
+
+def _numbers(o): return torch.tensor([float(v) for v in o], dtype=torch.float64)
+
+
+# -- each rank's own
+
+def loaders(learn) -> list:
+    "fastai's data loaders, without what splits them over the ranks."
+    return [o.dl if isinstance(o, DistributedDL) else o for o in learn.dls.loaders]
+
+def own_state(learn) -> dict:
+    "The random states of this rank."
+    name,keys,*rest = np.random.get_state(legacy=True)
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return dict(python=plain(random.getstate()), numpy=[name, torch.from_numpy(keys.astype(np.int64)), *rest], torch=torch.get_rng_state(), cuda=cuda,
+                loaders=[plain(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')])
+
+def restore_own(learn, state) -> None:
+    random.setstate(nested(state['python']))
+    name,keys,*rest = state['numpy']
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state['torch'].cpu())
+    if state['cuda'] and torch.cuda.is_initialized(): torch.cuda.set_rng_state(state['cuda'][0].cpu())
+    for o,s in zip((o for o in loaders(learn) if hasattr(o, 'rng')), state['loaders']): o.rng.setstate(nested(s))
+
+def nested(o): return tuple(map(nested, o)) if isinstance(o, (list, tuple)) else o
