@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import torch
 
+from .control import INT
 from .distributed import _INTERNAL, _call, _Meeting, rank, reports_failure
 
 __all__ = ['broadcast_tensors']
@@ -19,16 +20,24 @@ def broadcast_tensors(
 ) -> None:
     """Copy the tensors of rank `src` into those of all ranks, 16 MB at a time, which is all the memory that it needs.
 
-    Raises what `barrier` raises; a rank that dies on the way leaves the others with the tensors that have come."""
+    A `barrier` too, which raises what that raises, and `ValueError` if the sizes differ; a rank that dies on the way leaves
+    the others with the tensors that have come."""
     meeting = _Meeting(_call('broadcast_tensors', name, f'src={src}'), timeout, name is not None)
     if meeting.control is None: return
-    pieces = [(o, i, min(i+_BUCKET, o.nbytes)) for o in tensors for i in range(0, o.nbytes, _BUCKET)]
+    with meeting.failing_together() as outcome: outcome.row = INT,sum(o.nbytes for o in tensors)
+    sizes = [o.bits for o in meeting.meet(outcome)]
+    if len(set(sizes)) > 1: raise ValueError(f'{meeting.place}: the tensors of the ranks have {", ".join(map(str, sizes))} bytes.')
+    flat = [o if o.is_contiguous() else o.contiguous() for o in (o.detach() for o in tensors)] # a copy of those with gaps
+    pieces = [(o, i, min(i+_BUCKET, o.nbytes)) for o in flat for i in range(0, o.nbytes, _BUCKET)]
     with reports_failure(meeting.place):
         for bucket in _gathered(pieces):
             data = torch.empty(sum(j-i for _,i,j in bucket), dtype=torch.uint8)
             if rank() == src: _through(bucket, data, lambda part,piece: piece.copy_(part))
             meeting.control.spread(data, src, meeting.place, meeting.timeout)
             if rank() != src: _through(bucket, data, lambda part,piece: part.copy_(piece))
+    if rank() != src:
+        for t,o in zip(tensors, flat):
+            if not t.is_contiguous(): t.detach().copy_(o)
 
 def _gathered(pieces):
     "Pieces of tensors, gathered until they fill a bucket."
@@ -45,5 +54,5 @@ def _through(bucket, data, copy):
     "Copy each piece of a tensor from or to its place in `data`."
     at = 0
     for t,i,j in bucket:
-        copy(t.detach().reshape(-1).view(torch.uint8)[i:j], data[at:at+j-i])
+        copy(t.reshape(-1).view(torch.uint8)[i:j], data[at:at+j-i])
         at += j-i

@@ -41,7 +41,7 @@ def write_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep(path.parent)
         temporary,file = _open_beside(path)
-    except OSError as e: raise _write_error(e, path) from e
+    except OSError as e: raise write_error(e, path) from e
     try:
         with file:
             out = _Sealed(file)
@@ -52,13 +52,13 @@ def write_checkpoint(
         _replace(temporary, path)
     except BaseException as e:
         temporary.unlink(missing_ok=True)
-        if isinstance(e, OSError): raise _write_error(e, path) from e
+        if isinstance(e, OSError): raise write_error(e, path) from e
         raise
     try: _sync_folder(path.parent) # the new name itself
-    except OSError as e: raise _write_error(e, path, 'It is there now, but may be gone after a power cut.') from e
+    except OSError as e: raise write_error(e, path, 'It is there now, but may be gone after a power cut.') from e
     return meta
 
-def _write_error(e, path, now='What was there before is unchanged. Free some space or choose another folder.'):
+def write_error(e, path, now='What was there before is unchanged. Free some space or choose another folder.'):
     error = CheckpointWriteError(f'{path} could not be written: [Errno {e.errno}] {e.strerror or e}. {now}', path)
     error.errno = e.errno
     return error

@@ -103,25 +103,39 @@ def ddp_ctx(
     and logger."""
     device = torch.device(learn.dls.device or 'cpu')
     with process_group(device), reports_failure():
-        if world_size() == 1 or learn._grab_cbs(_DDPTrainer): yield learn
+        if learn._grab_cbs(_DDPTrainer): yield learn
+        elif world_size() == 1:
+            with _watched(learn, lambda: None): yield learn
         else:
             with _distributed(learn, _DDPTrainer(sync_bn and device.type != 'cpu', **{'cpu':device.type == 'cpu', **kwargs})): yield learn
 
 @contextmanager
 def _distributed(learn, trainer):
-    logger,progress,with_events = learn.logger,learn._grab_cbs(ProgressCallback),learn._with_events
-    def restored(f, event_type, *args, **kwargs):
-        try: return with_events(f, event_type, *args, **kwargs)
-        except BaseException:
-            if event_type == 'fit': trainer.undo() # no event tells of an exception
-            raise
+    logger,progress = learn.logger,learn._grab_cbs(ProgressCallback)
     if rank(): learn.remove_cbs(progress)
     learn.add_cb(trainer)
-    learn._with_events = restored
-    try: yield
+    try:
+        with _watched(learn, trainer.undo): yield
     finally:
-        del learn._with_events
         trainer.undo()
         learn.remove_cb(trainer)
         learn.logger = logger
         if rank(): learn.add_cbs(progress)
+
+@contextmanager
+def _watched(learn, undo):
+    "Tell of a fit that ends by an exception, of which no event tells."
+    with_events,own = learn._with_events,vars(learn).get('_with_events')
+    def watched(f, event_type, *args, **kwargs):
+        try: return with_events(f, event_type, *args, **kwargs)
+        except BaseException:
+            if event_type == 'fit':
+                undo()
+                for cb in learn.cbs:
+                    if hasattr(type(cb), 'fit_failed'): cb.fit_failed()
+            raise
+    learn._with_events = watched
+    try: yield
+    finally:
+        del learn._with_events
+        if own is not None: learn._with_events = own

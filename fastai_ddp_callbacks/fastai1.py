@@ -190,7 +190,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def on_train_end(self, exception=False, **kwargs):
         try: super().on_train_end(exception=exception, **kwargs)
         finally:
-            if self._store: self._store.lock.release()
+            if self._store: self._store.release()
 
     def jump_to_epoch(self, epoch):
         "Load what was saved after the epoch before, if rank 0 finds it."

@@ -8,7 +8,7 @@ import torch
 
 from .buckets import broadcast_tensors
 from .checkpoint import read_checkpoint, read_metadata
-from .distributed import agree, is_main_process, run_on_main, together
+from .distributed import is_main_process, run_on_main, together
 from .errors import CheckpointError, CorruptCheckpointError, UnequalWeightsError
 from .weights import bare, digest, fitting, load_model_state, mapped, own, tensors_of
 
@@ -35,15 +35,13 @@ def load_everywhere(
     write or to delete, before all have read. What goes wrong on one rank is raised on all (`CheckpointError`, on the
     others `RankFailedError`), and the model is then unchanged, unless a rank died while weights were sent.
     `UnequalWeightsError` if the ranks do not hold the same weights at the end."""
-    if agree(_sees(path, checksum), 'all', f'before loading {path}'):
-        with together(f'load {path}') as ranks:
-            _load(model, read_checkpoint(path, checksum=checksum)[0], path, also)
-            ranks.value = digest(model)
-    else:
-        state = _from_main(model, path, checksum)
-        with together(f'load {path}, as rank 0 has sent it') as ranks:
-            _load(model, state, path, also)
-            ranks.value = digest(model)
+    with together(f'before loading {path}') as ranks: # nobody changes its model before all have found that they can
+        state = _fitting(model, read_checkpoint(path, checksum=checksum)[0], path) if _sees(path, checksum) else None
+        ranks.value = state is not None
+    if not all(ranks.values): state = _from_main(model, path, checksum)
+    with together(f'load {path}') as ranks:
+        _load(model, state, path, also)
+        ranks.value = digest(model)
     if len(set(ranks.values)) > 1:
         raise UnequalWeightsError(f'The ranks have loaded {path}, but do not hold the same weights: ' +
                                   '; '.join(f'rank {r}: {o & (1<<64)-1:016x}' for r,o in enumerate(ranks.values)) +
@@ -53,6 +51,10 @@ def _load(model, state, path, also):
     weights,rest = _parted(state)
     load_model_state(model, weights, path)
     if rest and also is not None: also(own(rest))
+
+def _fitting(model, state, path):
+    fitting(model, _parted(state)[0], path)
+    return state
 
 def _parted(state):
     "The weights, and what else there is."

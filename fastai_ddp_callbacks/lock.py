@@ -1,9 +1,10 @@
 "One run at a time under one name in a folder, also between hosts, and also after a run was killed."
 from __future__ import annotations
-import json, os, secrets, socket, threading, weakref
+import fcntl, json, os, secrets, socket, threading, weakref
+from contextlib import suppress
 from pathlib import Path
 
-from .checkpoint import temporary_beside
+from .checkpoint import temporary_beside, write_error
 from .errors import CheckpointInUseError
 from .process import alive, host, lives
 
@@ -26,16 +27,19 @@ class Lock:
     def __reduce__(self): return Lock,(self.path, self.what) # a copy holds nothing
 
     def acquire(self):
-        "`CheckpointInUseError` if another run has it. Does nothing if this object has it."
+        "`CheckpointInUseError` if another run has it, `CheckpointWriteError` if the folder cannot be written to. Does nothing if this object has it."
         if self._release and self._release.alive: return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         pid = os.getpid()
         me = dict(host=host(), name=socket.gethostname(), pid=pid, start=alive(pid), job=os.environ.get('TORCHELASTIC_RUN_ID', 'none'), id=secrets.token_hex(8))
         mine = temporary_beside(self.path)
-        mine.write_text(json.dumps(me))
         try:
-            while not _link(mine, self.path): self._take_from_the_dead(me, mine)
-        finally: mine.unlink()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            mine.write_text(json.dumps(me))
+            while not (_link(mine, self.path) or self._take_over(me, mine)): pass # it was given back between the two, or another one was quicker
+        except CheckpointInUseError: raise
+        except OSError as e: raise write_error(e, self.path) from e
+        finally:
+            with suppress(FileNotFoundError, NotADirectoryError): mine.unlink()
         stop = threading.Event()
         threading.Thread(target=_beat, args=(self.path, stop), daemon=True, name=f'lock of {self.path.name}').start()
         self._release = weakref.finalize(self, _give_back, self.path, me, stop)
@@ -44,19 +48,19 @@ class Lock:
         "Give it back, if this object has it."
         if self._release: self._release()
 
-    def _take_from_the_dead(self, me, mine):
-        owner = _owner(self.path)
-        if owner is None: return # given back in this moment
-        if _holds(owner, me, self.path, mine):
-            since = f'process {owner.get("pid")} on {owner.get("name")}'
-            raise CheckpointInUseError(f'{self.what or self.path} is in use by another run ({since}), which would overwrite what this one saves, and the other way '
-                                       f'round. Give this run a file name or a folder of its own. If that process no longer trains, end it or delete {self.path}.', self.path)
-        # Of several that find it dead only one gets hold of it. It may have been replaced since it was read: then it is put back.
-        aside = temporary_beside(self.path)
-        try: os.rename(self.path, aside)
-        except FileNotFoundError: return
-        if _owner(aside) != owner: _link(aside, self.path)
-        aside.unlink()
+    def _take_over(self, me, mine):
+        "Whether it was a dead one's, and is ours now."
+        with suppress(FileNotFoundError), open(self.path, 'rb') as f:
+            with suppress(OSError): fcntl.flock(f, fcntl.LOCK_EX) # of several that find it dead, one at a time; not every disk knows this
+            if os.fstat(f.fileno()).st_ino != os.stat(self.path).st_ino: return False # another one was quicker
+            owner = _parsed(f.read())
+            if _holds(owner, me, self.path, mine):
+                who = f'process {owner["pid"]} on {owner.get("name")}' if 'pid' in owner else 'whose lock file is unreadable'
+                raise CheckpointInUseError(f'{self.what or self.path} is in use by another run ({who}), which would overwrite what this one saves, and the other way '
+                                           f'round. Give this run a file name or a folder of its own. If that process no longer trains, end it or delete {self.path}.', self.path)
+            os.replace(mine, self.path)
+            return True
+        return False
 
 
 def _link(old, new):
@@ -69,23 +73,25 @@ def _link(old, new):
         with open(fd, 'wb') as f: f.write(old.read_bytes())
     return True
 
-def _owner(path):
-    "Who has it; empty if that cannot be read, None if nobody."
-    try: return json.loads(path.read_text())
-    except FileNotFoundError: return None
+def _parsed(data):
+    "Who has it; nothing if that cannot be read."
+    try: owner = json.loads(data)
     except ValueError: return {}
+    return owner if isinstance(owner, dict) and all(isinstance(owner.get(k), int) for k in ('pid', 'start')) else {}
 
 def _holds(owner, me, path, mine):
     if owner.get('host') == me['host']: return owner['pid'] != me['pid'] and lives(owner['pid'], owner['start'])
     if owner.get('job', 'none') != 'none' and owner['job'] == me['job']: return False # rank 0 of an earlier try, restarted on another host
-    try: return mine.stat().st_mtime-path.stat().st_mtime < _FRESH # both by the clock of the disk
-    except FileNotFoundError: return False
+    return mine.stat().st_mtime-path.stat().st_mtime < _FRESH # both by the clock of the disk
 
 def _beat(path, stop):
     while not stop.wait(_BEAT):
         try: os.utime(path)
-        except OSError: return # the folder has gone: nothing is left to reserve
+        except FileNotFoundError: return # nothing is left to reserve
+        except OSError: pass # the disk may be back at the next beat
 
 def _give_back(path, me, stop):
     stop.set()
-    if me['pid'] == os.getpid() and _owner(path) == me: path.unlink(missing_ok=True) # and not in a forked child
+    if me['pid'] != os.getpid(): return # a forked child
+    with suppress(OSError): # the folder may be gone
+        if _parsed(path.read_bytes()) == me: path.unlink()

@@ -57,6 +57,8 @@ class DDPResumeCallback(Callback):
         super().__setattr__(name, value)
         if name == 'learn' and value is None: self._leave() # the fit that this was given to is over, whether well or not
 
+    def fit_failed(self): self._leave() # `ddp_ctx` tells, for one that stays on the learner
+
     # -- the beginning of a fit
 
     def before_fit(self):
@@ -93,7 +95,7 @@ class DDPResumeCallback(Callback):
         meta = metas[path]
         self._refuse_other_kind(path, meta)
         self._store.run,self._store.resumed = meta['run'],path
-        self._store.files = [o for o in self._store.found() if o.path in metas]
+        self._store.resume(meta['run'], [o for o in self._store.found() if o.path in metas])
         return path,meta['checksum'],meta
 
     def _newest_whole(self, metas, more):
@@ -237,7 +239,7 @@ class DDPResumeCallback(Callback):
         meta = dict(resume=self._store.fname.partition('_{')[0], sequence=self._sequence, epoch=epoch, batch=batch, n_iter=vars(self.learn).get('n_iter', 0), n_epoch=self.n_epoch, iteration=self.train_iter, finished=finished,
                     value=None, world_size=world_size(), fastai=version('fastai'))
         state = {'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}
-        path = self._store.place(dict(iteration=self.train_iter, end='_finished' if finished else '', epoch=epoch))
+        path = self._store.place(dict(iteration=self.train_iter, end='_finished' if finished else '', epoch=epoch), {o.path for o in self._store.files})
         def write(state): return self._store.write(state, path, meta)
         if self.background and not finished: self._writer.start(write, state)
         else: self._keep(write(state))
@@ -261,7 +263,7 @@ class DDPResumeCallback(Callback):
             vars(learn).pop(name, None)
             if before is not None: setattr(learn, name, before)
         self._asked.release()
-        self._store.lock.release()
+        self._store.release()
 
 
 def _in_fit(learn):

@@ -1,6 +1,7 @@
 "fastai 2: the callback that saves the best model and loads it at the end, on all ranks."
 from __future__ import annotations
 import math
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -8,15 +9,20 @@ from typing import NamedTuple
 from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
 
-from .distributed import reports_failure, run_on_main, say, world_size
+from .distributed import barrier, reports_failure, run_on_main, say, world_size
 from .errors import CheckpointWriteError, MismatchedCheckpointError
 from .loading import load_everywhere
-from .store import Saved, Store, delete
+from .store import Saved, Store, check_name, delete
 from .tracker import DDPTrackerCallback
 from .weights import model_state, plain, tensors_of
 from .writer import Writer
 
 __all__ = ['DDPSaveModelCallback']
+
+
+def _target(cb):
+    "What tells the files of two callbacks apart: the name, and whether the number of the epoch is added."
+    return str(cb.fname),bool(cb.every_epoch) or isinstance(cb, DDPSaveModelCallback) and (cb._rhythm > 0 or (cb.keep_best or 1) > 1)
 
 
 class _Due(NamedTuple):
@@ -35,7 +41,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     Only what this callback has saved is loaded or deleted: in the same fit, or in an earlier one that `best` comes from
     (`reset_on_fit=False`). `CheckpointInUseError` on every rank, before the first batch, if another run that still lives
     saves under the same name; a warning if the disk looks too small."""
-    name,_store,_value,_row = 'save_model',None,None,{} # of the epoch: the agreed value, and rank 0's of all columns
+    name,_store,_value,_row,_met = 'save_model',None,None,{},False # of the epoch: the agreed value, and rank 0's of all columns
 
     def __init__(self,
         monitor='valid_loss', # value (usually loss or metric) being monitored.
@@ -74,23 +80,32 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
-        if name == 'learn' and value is None and self._store: self._store.lock.release() # the fit that this was given to is over, whether well or not
+        if name == 'learn' and value is None: self.fit_failed() # the fit that this was given to is over, whether well or not
 
     def _start(self):
+        earlier = self._store
         super()._start()
-        twins = [o for o in self.learn.cbs if isinstance(o, SaveModelCallback) and o is not self and (o.fname, bool(o.every_epoch)) == (self.fname, bool(self.every_epoch))]
-        unknown = [o for o in self._store.fields if o not in self._fields()]
+        twins = [o for o in self.learn.cbs if isinstance(o, SaveModelCallback) and o is not self and _target(o) == _target(self)]
         with reports_failure(f'{self.name}.before_train'):
             if twins: raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname of its own.')
-            if unknown: raise ValueError(f'DDPSaveModelCallback(fname={self.fname!r}): there is no {unknown[0]}. Fields are {", ".join(self._fields())}.')
+        goes_on = self._store is earlier
+        files,best = run_on_main(self._prepare, (goes_on,))
         self._due = []
-        files = run_on_main(self._prepare)
+        if goes_on: # rank 0 knows what is on disk, however the earlier fit has ended
+            self._store.files,self._store.best = files,best
+            if not self._resumed: self.best = best.value if best else self._worst()
         if not self._resumed: return
         self._store.resume(self._resumed['run'], files, self._resumed['file'])
         if self._store.best: self.best = self._store.best.value
         elif self._resumed['file']:
             say(f'The best model of the run that goes on, with {self.monitor} value {self.best}, is no longer there: the next one counts as the best.', warn=True)
             self.best = self._worst()
+
+    def fit_failed(self):
+        "Give the name back. `ddp_ctx` tells one that stays on the learner of an exception; no event does."
+        if not self._store: return
+        self._writer.join() # before another run may have the name
+        self._store.release()
 
     def state_dict(self) -> dict:
         best = self._store.best if self._store else None
@@ -101,26 +116,33 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         super().load_state_dict(state)
         self.last_saved_path = Path(state['last_saved_path']) if state['last_saved_path'] else None
 
-    def _prepare(self):
-        self._writer.join() # an earlier fit may have ended by an exception
+    def _prepare(self, goes_on):
+        if self._writer.busy: # an earlier fit has ended by an exception
+            writer,self._writer = self._writer,Writer()
+            try: saved = writer.wait()
+            except CheckpointWriteError as e: say(str(e), warn=True)
+            else:
+                for o in self._store.add(saved, self._due[0].best) if goes_on else (): delete(o)
         size = sum(o.nbytes for o in tensors_of(self.learn.model.state_dict()))
         self._store.prepare(size*3 if self.with_opt else size, -(-self.learn.n_epoch//(self._rhythm or 1)))
-        if not self._resumed: return []
+        if not self._resumed: return self._store.files,self._store.best
         self._store.run = self._resumed['run']
-        return self._store.found()
+        return self._store.found(),None
 
     def _forget(self):
         super()._forget()
-        if self._store: self._store.lock.release()
-        selective = self.keep_best or self.keep_last or self.last or '{' in str(self.fname) and not self.every_epoch
+        if self._store: self._store.release()
+        selective = self.keep_best or self.keep_last or (self.last or '{' in str(self.fname)) and not self.every_epoch
+        fields = {k:0.5 for k in sum(self._columns(), [])} | {'epoch':0, 'iteration':0}
+        with reports_failure(f'{self.name}.before_train'): check_name(self.fname, fields)
         self._store = Store(self.learn.path/self.learn.model_dir, self.fname, self._lower_is_better(), self.keep_best or (1 if selective else None),
-                            self.keep_last, self.last, several=bool(self._rhythm) or (self.keep_best or 1) > 1)
+                            self.keep_last, self.last, several=_target(self)[1])
 
     def after_epoch(self):
         "Save if the agreed value is the best so far, or among those to keep, or if a save is due after this epoch."
         if not self._training: return
         due = self._trained and self._rhythm > 0 and self.epoch%self._rhythm == 0
-        self._row,self._value = self._own_values(),None
+        self._row,self._value,self._met = self._own_values(),None,False
         if self._due: self._hear()
         if self._follows and (due or self.keep_best or not self.every_epoch): super().after_epoch()
         else: self.new_best = self._trained = self._validated = False
@@ -134,18 +156,20 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         super()._decide(val)
         self._value = float(val) if math.isfinite(val) else None
 
-    def after_cancel_fit(self): self._settle() # before the loggers look for the file, which they do in `after_fit`
+    def after_cancel_fit(self):
+        self._met = False
+        self._settle() # before the loggers look for the file, which they do in `after_fit`
 
     def after_fit(self):
         "Load the best model, or save the last one."
         trained = self._training
         super().after_fit()
         if not trained: return
-        self.new_best,self._value = False,None
+        self.new_best,self._value,self._met = False,None,False
         if self.at_end: self._save(self.fname if not self._store.fields else None)
         else: self._settle()
         if not self.at_end and (self.keep_best or not self.every_epoch): self._load_best()
-        self._store.lock.release()
+        self._store.release()
         self._writer = Writer() # without the memory of this one
 
     # -- saving. All ranks know what is due; rank 0 tells the outcome, at once or in a later rendezvous
@@ -153,15 +177,19 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _save(self, name=None, now=True):
         "Rank 0 writes, and all ranks go on when that is done and know what was written; or it begins to write (`now=False`)."
         self._due.append(_Due(self.epoch, self._value, self.new_best))
-        self._note(run_on_main(self._write, (name, now)))
+        self._on_main(self._write, name, now)
 
     def _settle(self):
         "Wait for what is being written."
-        if self._due: self._note(run_on_main(self._finished))
+        if self._due: self._on_main(self._finished)
+
+    def _on_main(self, f, *args):
+        if self._store.selective and not self._met: barrier(f'before {self.name} deletes') # nobody reads then
+        self._note(run_on_main(f, args))
 
     def _hear(self):
         "Of what is being written: it may have failed since."
-        if self.on_error == 'warn': self._note(run_on_main(self._finished, kwargs=dict(if_done=True))) # all ranks must know what `best` is
+        if self.on_error == 'warn': self._on_main(self._finished, True) # all ranks must know what `best` is
         elif self._writer.done:
             with reports_failure(f'{self.name}.after_epoch'): self._writer.check()
 
@@ -183,8 +211,8 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if self.with_opt and self.learn.opt is not None: state = {'model':state, 'opt':plain(self.learn.opt.state_dict())}
         meta = dict(epoch=self.epoch, iteration=self.train_iter, monitor=self.monitor, value=self._value, world_size=world_size(), fastai=version('fastai'),
                     metrics={k:v for k,v in fields.items() if isinstance(v, float) and math.isfinite(v)})
-        path = self._store.place(fields) if name is None else self._store.folder/f'{name}.pth'
-        def write(state): return self._store.write(state, path, meta)
+        path = self._store.place(fields, self._store.again-{self._store.best and self._store.best.path}) if name is None else self._store.folder/f'{name}.pth'
+        write = partial(self._store.write, path=path, meta=meta)
         if now: return [*outcomes, self._outcome(lambda: write(state), self._due[-1])]
         self._writer.start(write, state)
         return outcomes

@@ -7,7 +7,7 @@ import os, secrets, shutil, string, warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from .checkpoint import read_metadata, temporary_beside, write_checkpoint
+from .checkpoint import read_metadata, temporary_beside, write_checkpoint, write_error
 from .errors import CheckpointError
 from .lock import Lock
 
@@ -30,6 +30,16 @@ class _Names(string.Formatter):
 _names = _Names()
 
 
+def check_name(
+    fname, # the name of a file, which may have fields
+    fields:dict, # what they may be, and values of the right types
+) -> None:
+    "`ValueError` if the name cannot be made."
+    try: _names.vformat(str(fname), (), fields)
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        why = f'there is no {e.args[0]}' if isinstance(e, KeyError) else e
+        raise ValueError(f'fname={str(fname)!r} makes no name: {why}. Fields are {", ".join(fields)}; a brace that is none is doubled.') from e
+
 class Store:
     "What one run has saved under one name, and what is kept of it."
     def __init__(self,
@@ -46,8 +56,10 @@ class Store:
         self.several = several or bool(self.fields)
         self.template = f'{self.fname}_{{epoch}}' if several and not self.fields else self.fname
         self.files,self.best,self.run = [],None,secrets.token_hex(6) # `Saved`, oldest first; the best of them; rank 0's is in the files
+        self._noted = set()
+        self.again = set()
         self.resumed = None # path of the file with which this process went on
-        self.lock = Lock(self._base()/f'.{Path(self.template).name}.lock', f'{self.fname!r} in {self.folder}')
+        self.locks = [Lock(self._base()/f'.{o.replace("/", "%")}.lock', f'{o!r} in {self.folder}') for o in (self.template, last) if o]
 
     # -- the same on all ranks
 
@@ -72,7 +84,8 @@ class Store:
         best=False, # whether it is the best now
     ) -> list: # what is no longer to be kept
         "Note what rank 0 has written, and forget what it is to delete."
-        if saved in self.files: return []
+        if saved in self._noted: return []
+        self._noted.add(saved)
         if best: self.best = saved
         elif self.best and self.best.path == saved.path: self.best = None # overwritten
         self.files = [o for o in self.files if o.path != saved.path] + [saved]
@@ -97,9 +110,9 @@ class Store:
         count, # how many are to come at most
     ):
         "Reserve the name, and warn if the disk is too small. `CheckpointInUseError` if another run has the name."
-        self.lock.acquire()
+        for o in self.locks: o.acquire()
         kept = min(count, (self.keep_best or 1)+(self.keep_last or 0)) if self.selective else count if self.several else 1
-        needed,free = size*(kept+1),shutil.disk_usage(self.lock.path.parent).free # one more while the next one is written
+        needed,free = size*(kept+1),shutil.disk_usage(self._base()).free # one more while the next one is written
         old = self.folder/f'{self.template}.pth'
         if old.is_file(): needed -= old.stat().st_size
         if free < needed:
@@ -107,12 +120,12 @@ class Store:
 
     def place(self,
         fields, # dict of names and values, of the template
+        over=(), # paths of this run that may be overwritten, beside the only one if there is no more
     ) -> Path: # of the next file
         path = self.folder/f'{self.format(fields)}.pth'
-        if self.fields or self.selective: # no file is overwritten: not one of another run, and not one of equal name that is kept
-            again = {o.path for o in self.files if o.epoch == fields['epoch']} # of this epoch, before the run was resumed
+        if self.fields or self.selective and self.several: # no file is overwritten: not one of another run, and not one of equal name that is kept
             name,n = path,0
-            while path.exists() and str(path) not in again: path,n = name.with_name(f'{name.stem}-{n+1}.pth'),n+1
+            while path.exists() and str(path) not in over: path,n = name.with_name(f'{name.stem}-{n+1}.pth'),n+1
         return path
 
     def found(self) -> list:
@@ -128,6 +141,7 @@ class Store:
     ):
         "Go on with the files of that run."
         self.run,self.files = run,list(files)
+        self.again = {o.path for o in files} # may be written once more, when their epochs are trained again
         self.best = next((o for o in files if o.checksum == best), None)
         top = min((o for o in files if o.value is not None), key=lambda o: self._rank(o.value), default=None)
         if top and (self.best is None or self._rank(top.value) < self._rank(self.best.value)): self.best = top
@@ -142,16 +156,19 @@ class Store:
         if self.last: _also_call(path, self.folder/f'{self.last}.pth')
         return Saved(str(path), meta['checksum'], meta['epoch'], meta['value'])
 
+    def release(self):
+        "Let other runs have the name."
+        for o in self.locks: o.release()
+
     def format(self, fields) -> str:
         "The name of a file. A value may be text with a slash in it: folders come from the template only."
         clean = {k:v.replace('/', '-').replace('\0', '') if isinstance(v, str) else float('nan') if v is None else v for k,v in fields.items()}
-        return _names.format(self.template, **clean)
+        return _names.vformat(self.template, (), clean)
 
     def _base(self):
         "The folder of all files, without the parts that differ."
-        parts = Path(self.fname).parts[:-1]
-        fixed = next((i for i,o in enumerate(parts) if _names.fields(o)), len(parts))
-        return self.folder.joinpath(*parts[:fixed])
+        fixed = next((o for o,*_ in _names.parse(self.fname)), '')
+        return (self.folder/f'{fixed}_').parent
 
 
 def _metadata(path):
@@ -162,9 +179,11 @@ def _also_call(path, name):
     "Give the file a second name, in one step; a copy where the disk knows no hard links."
     new = temporary_beside(name)
     try:
+        name.parent.mkdir(parents=True, exist_ok=True)
         try: os.link(path, new)
         except OSError: _copy(path, new)
         os.replace(new, name)
+    except OSError as e: raise write_error(e, name) from e
     finally: new.unlink(missing_ok=True) # `replace` leaves it where both are names of one file already
 
 def _copy(old, new):
@@ -176,7 +195,7 @@ def _copy(old, new):
 def delete(saved):
     "Remove the file, if it is still the one that was written."
     try:
-        if read_metadata(saved.path)['checksum'] == saved.checksum: return os.unlink(saved.path)
+        if (read_metadata(saved.path) or {}).get('checksum') == saved.checksum: return os.unlink(saved.path)
         warnings.warn(f'{saved.path} is not deleted, although it is no longer to be kept: something else has written it since.', stacklevel=2)
-    except (OSError, CheckpointError, TypeError) as e: # training goes on
+    except (OSError, CheckpointError) as e: # training goes on
         warnings.warn(f'{saved.path} is no longer to be kept and could not be deleted: {e}', stacklevel=2)

@@ -105,7 +105,8 @@ class DDPTrackerCallback(TrackerCallback):
             agreed = {}
             self.learn._agreed_values = self.recorder.values[-1],agreed
         key = self.monitor,self.reduce
-        if key not in agreed: agreed[key] = agree(self._own_value(), self.reduce, f'{self.monitor} of epoch {self.epoch}')
+        self._met = key not in agreed # all ranks, just now
+        if self._met: agreed[key] = agree(self._own_value(), self.reduce, f'{self.monitor} of epoch {self.epoch}')
         return agreed[key]
 
     def after_epoch(self):

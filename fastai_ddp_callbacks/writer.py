@@ -1,6 +1,7 @@
 "Writing while training goes on: a copy of the state in memory, and a thread that writes it."
 from __future__ import annotations
 import signal, threading
+from contextlib import ExitStack
 
 import torch
 
@@ -15,7 +16,7 @@ class Writer:
     `start` waits for what is under way, so that nothing is dropped and one copy is enough. What went wrong in the thread
     is raised by the next `wait`. The end of the interpreter and SIGTERM wait until what is under way is written. The
     thread runs no collective, and holds the interpreter for short moments only."""
-    def __init__(self): self._thread,self._copies,self._result,self._stream,self._handler = None,[],None,None,None
+    def __init__(self): self._thread,self._copies,self._result,self._streams = None,[],None,{}
 
     def __reduce__(self): return Writer,() # a copy has nothing under way
 
@@ -26,9 +27,10 @@ class Writer:
         "Copy `state` and begin. Returns when training may change it again."
         self.wait()
         copy,ready = self._copy(state)
-        self._thread = threading.Thread(target=self._run, args=(write, copy, ready), name='checkpoint writer') # no daemon: the interpreter waits for it
-        self._wait_at_sigterm()
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(write, copy, ready), name='checkpoint writer') # no daemon: the interpreter waits for it
+        thread.start()
+        self._thread = thread
+        _wait_at_sigterm(thread)
 
     @property
     def busy(self) -> bool: return self._thread is not None
@@ -39,7 +41,7 @@ class Writer:
         "Let what is under way come to its end, whatever it is."
         if self._thread is None: return
         self._thread.join()
-        self._restore_sigterm()
+        _done(self._thread)
 
     def check(self):
         "Raise what went wrong, if it has by now; the result is kept for `wait`."
@@ -55,20 +57,26 @@ class Writer:
 
     def _run(self, write, copy, ready):
         try:
-            if ready is not None: ready.synchronize()
+            for o in ready: o.synchronize()
             self._result = write(copy),None
         except BaseException as e: self._result = None,e # raised by `wait`
 
     def _copy(self, state):
         "`state` in tensors of our own, those of the last time where they fit; and what tells when a GPU has filled them."
-        old,self._copies = iter(self._copies),[]
-        device = next((o.device for o in tensors_of(state) if o.is_cuda), None)
-        if device is None: return mapped(state, lambda t: self._filled(t, old)),None
-        self._stream = self._stream or torch.cuda.Stream(device)
-        training = torch.cuda.current_stream(device)
-        self._stream.wait_stream(training)
-        with torch.cuda.stream(self._stream): copy,ready = mapped(state, lambda t: self._filled(t, old)),self._stream.record_event()
-        training.wait_stream(self._stream) # the next step on the GPU, not this thread, waits until the weights are copied
+        old,self._copies,made = iter(self._copies),[],{}
+        def filled(t): # what several names share is one tensor here too
+            key = t.device,t.data_ptr(),t.dtype,t.shape,t.stride()
+            if key not in made: made[key] = self._filled(t, old)
+            return made[key]
+        training = [torch.cuda.current_stream(o) for o in {o.device for o in tensors_of(state) if o.is_cuda}]
+        with ExitStack() as stack:
+            for o in training:
+                side = self._streams.setdefault(o.device, torch.cuda.Stream(o.device))
+                side.wait_stream(o)
+                stack.enter_context(torch.cuda.stream(side))
+            copy = mapped(state, filled)
+        ready = [self._streams[o.device].record_event() for o in training]
+        for o in training: o.wait_stream(self._streams[o.device]) # the next step on the GPU, not this thread, waits until the weights are copied
         return copy,ready
 
     def _filled(self, t, old):
@@ -78,17 +86,25 @@ class Writer:
         self._copies.append(mine)
         return mine.copy_(t, non_blocking=t.is_cuda)
 
-    def _wait_at_sigterm(self):
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None: return # none of Python's
-        thread = self._thread
-        def wait_first(number, frame):
-            thread.join()
-            signal.signal(signal.SIGTERM, before)
-            signal.raise_signal(signal.SIGTERM)
-        before = signal.signal(signal.SIGTERM, wait_first)
-        self._handler = wait_first,before
 
-    def _restore_sigterm(self):
-        if self._handler is None or threading.current_thread() is not threading.main_thread(): return
-        (ours,before),self._handler = self._handler,None
-        if signal.getsignal(signal.SIGTERM) is ours: signal.signal(signal.SIGTERM, before)
+_writing,_before = [],[] # the threads of all writers; the handler of SIGTERM that was there before the first of them
+
+def _wait_at_sigterm(thread):
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None: return # none of Python's
+    _writing.append(thread)
+    if not _before: _before.append(signal.signal(signal.SIGTERM, _wait_first))
+
+def _wait_first(number, frame):
+    for o in tuple(_writing): o.join()
+    _writing.clear()
+    _restore_sigterm()
+    signal.raise_signal(signal.SIGTERM)
+
+def _done(thread):
+    if threading.current_thread() is not threading.main_thread(): return
+    if thread in _writing: _writing.remove(thread)
+    if not _writing: _restore_sigterm()
+
+def _restore_sigterm():
+    before = _before.pop() if _before else None
+    if before is not None and signal.getsignal(signal.SIGTERM) is _wait_first: signal.signal(signal.SIGTERM, before)

@@ -32,7 +32,8 @@ def own_disk(folder, lag=0.1):
     real,own,loading._LAG = os.open(folder, os.O_RDONLY),folder,lag
     if not (unshare(NEW_MOUNTS) and _libc.mount(b'none', b'/', None, _PRIVATE, None) == 0 and mount(folder)):
         own = Path(tempfile.mkdtemp(dir=folder.parent))
-        checkpoint.open = lambda path, *args: open(own/Path(path).name if Path(path).parent == folder else path, *args)
+        def seen(path): return own/Path(path).name if not isinstance(path, int) and Path(path).parent == folder else path
+        checkpoint.open = lambda path, *args, **kwargs: open(seen(path), *args, **kwargs)
     def arrive():
         for o in os.listdir(real):
             with open(os.open(o, os.O_RDONLY, dir_fd=real), 'rb') as f: (own/f'{o}.new').write_bytes(f.read())

@@ -83,7 +83,7 @@ def test_both_hosts_end_with_the_best_model_of_which_only_the_first_has_a_file(t
 
 @pytest.mark.parametrize('dies', ['process', 'host'])
 def test_a_process_or_a_host_that_dies_while_weights_are_sent_is_named_on_the_other(tmp_path, dies):
-    "A host goes silently, with its end of the wire: nobody is left to close a connection, and only time tells."
+    "A host goes silently: nobody is left to close a connection, and only time tells."
     def scenario(alone):
         model,sent = nn.Linear(1000, 10_000),[]
         checksum = run_on_main(lambda: write_checkpoint(model_state(model), tmp_path/'models/m.pth')['checksum'])
@@ -91,7 +91,8 @@ def test_a_process_or_a_host_that_dies_while_weights_are_sent_is_named_on_the_ot
         def broadcast(*args):
             sent.append(1)
             if rank() == 1 and len(sent) == 3:
-                if dies == 'process': subprocess.Popen(['sleep', '3']) # somebody is left on the host
+                subprocess.Popen(['sleep', '4']) # somebody is left on the host, so that its end of the wire stays
+                if dies == 'host' and alone: ip('link set wire1 down')
                 os.kill(os.getpid(), signal.SIGKILL)
             return send(*args)
         dist.ProcessGroupGloo.broadcast = broadcast
