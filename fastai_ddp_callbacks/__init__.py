@@ -17,7 +17,7 @@ __version__ = '0.1.0'
 _V2 = dict(DDPTrackerCallback='tracker', DDPEarlyStoppingCallback='tracker', DDPReduceLROnPlateau='tracker', DDPSaveModelCallback='save_model',
            DDPTerminateOnNaNCallback='stop', DDPStopCallback='stop', DDPResumeCallback='resume',
            ddp_ctx='context')
-_V1 = dict.fromkeys((*(o for o in _V2 if o not in ('DDPStopCallback', 'DDPResumeCallback')), 'DDPReduceLROnPlateauCallback'), 'fastai1')
+_V1 = dict.fromkeys((*(o for o in _V2 if o != 'DDPStopCallback'), 'DDPReduceLROnPlateauCallback'), 'fastai1') | dict(DDPResumeCallback='resume1')
 _fastai = find_spec('fastai') # not imported by this
 _callbacks = _V1 if _fastai and not any(Path(o, 'learner.py').exists() for o in _fastai.submodule_search_locations) else _V2
 

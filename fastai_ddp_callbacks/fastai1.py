@@ -57,7 +57,7 @@ class DDPTrackerCallback(TrackerCallback):
     ):
         if reduce not in REDUCTIONS: raise ValueError(f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.')
         super().__init__(learn, monitor=monitor, mode=mode, **kwargs)
-        self.reduce,self._training,self._before = reduce,False,None
+        self.reduce,self._training,self._before,self._resumed = reduce,False,None,None
         self.exclude += ['opt'] # `learn.purge()` and `learn.export()` pickle the rest
 
     @property
@@ -74,7 +74,23 @@ class DDPTrackerCallback(TrackerCallback):
         self._check_monitor()
         super().on_train_begin(pbar=pbar, **kwargs)
         self._begin(**kwargs)
-        self._training = True
+        if self._resumed: self._resume(self._resumed)
+        self._training,self._resumed = True,None
+
+    def state_dict(self) -> dict:
+        "What a fit that is interrupted needs to go on: plain values."
+        return dict(monitor=self.monitor, best=float(self.best), wait=getattr(self, 'wait', None))
+
+    def load_state_dict(self,
+        state:dict # as `state_dict` gave it, in a fit that was interrupted
+    ):
+        "Go on from there in the fit that begins. `ValueError` if another column was followed."
+        if state['monitor'] != self.monitor: raise ValueError(f"{type(self).__name__}(monitor={self.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
+        self._resumed,self.best = state,state['best']
+
+    def _resume(self, state):
+        self.best = state['best']
+        if state['wait'] is not None: self.wait = state['wait']
 
     def _check_monitor(self):
         names = self._columns()
@@ -86,7 +102,7 @@ class DDPTrackerCallback(TrackerCallback):
         if self._training and _is_fit(pbar): return self._decide(epoch)
 
     def on_train_end(self, exception=False, **kwargs):
-        trained,self._training = self._training,False
+        trained,self._training,self._resumed = self._training,False,None
         if not _failed(exception, self._before) and trained: self._finish()
 
     def _begin(self, **kwargs): "What is to be done before the first epoch."
@@ -114,7 +130,18 @@ class DDPTrackerCallback(TrackerCallback):
     def _is_best(self, val, min_delta=0): return val is not None and math.isfinite(val) and bool(self.operator(val - min_delta, self.best))
 
 
-class DDPEarlyStoppingCallback(DDPTrackerCallback, EarlyStoppingCallback):
+class _Patient(DDPTrackerCallback):
+    "Counts the epochs without improvement, and acts after more than `patience` of them."
+    def _decide(self, epoch):
+        val = self.get_monitor_value()
+        if val is None: return
+        if self._is_best(val, self.min_delta): self.best,self.wait = val,0
+        else:
+            self.wait += 1
+            if self.wait > self.patience: return self._act(epoch)
+
+
+class DDPEarlyStoppingCallback(_Patient, EarlyStoppingCallback):
     "An `EarlyStoppingCallback` that stops all ranks after the same epoch."
     def __init__(self,
         learn, # the `Learner`
@@ -127,18 +154,12 @@ class DDPEarlyStoppingCallback(DDPTrackerCallback, EarlyStoppingCallback):
         # a pickled one comes back with the sign that the stock class has given it
         super().__init__(learn, monitor, mode, reduce, min_delta=abs(min_delta), patience=patience)
 
-    def _decide(self, epoch):
-        val = self.get_monitor_value()
-        if val is None: return
-        if self._is_best(val, self.min_delta): self.best,self.wait = val,0
-        else:
-            self.wait += 1
-            if self.wait > self.patience:
-                say(f'Epoch {epoch}: early stopping')
-                return {'stop_training': True}
+    def _act(self, epoch):
+        say(f'Epoch {epoch}: early stopping')
+        return {'stop_training': True}
 
 
-class DDPReduceLROnPlateauCallback(DDPTrackerCallback, ReduceLROnPlateauCallback):
+class DDPReduceLROnPlateauCallback(_Patient, ReduceLROnPlateauCallback):
     "A `ReduceLROnPlateauCallback` that keeps the learning rates of all ranks equal."
     def __init__(self,
         learn, # the `Learner`
@@ -151,16 +172,11 @@ class DDPReduceLROnPlateauCallback(DDPTrackerCallback, ReduceLROnPlateauCallback
         reduce='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'
     ): super().__init__(learn, monitor, mode, reduce, patience=patience, factor=factor, min_delta=abs(min_delta), min_lr=min_lr)
 
-    def _decide(self, epoch):
-        val = self.get_monitor_value()
-        if val is None: return
-        if self._is_best(val, self.min_delta): self.best,self.wait = val,0
-        else:
-            self.wait += 1
-            if self.wait > self.patience and self.opt.lr > self.min_lr:
-                self.opt.lr *= self.factor
-                self.wait = 0
-                say(f'Epoch {epoch}: reducing lr to {self.opt.lr}')
+    def _act(self, epoch):
+        if self.opt.lr <= self.min_lr: return
+        self.opt.lr *= self.factor
+        self.wait = 0
+        say(f'Epoch {epoch}: reducing lr to {self.opt.lr}')
 
 DDPReduceLROnPlateau = DDPReduceLROnPlateauCallback # as it is called with fastai 2
 
@@ -185,7 +201,25 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _begin(self, n_epochs, **kwargs):
         self._store = Store(self.learn.path/self.learn.model_dir, self.name, lower=self.operator is np.less, several=self.every == 'epoch')
-        run_on_main(self._store.prepare, (3*sum(o.nbytes for o in tensors_of(self.learn.model.state_dict())), n_epochs)) # with the optimizer's
+        self._found = run_on_main(self._prepare, (n_epochs,))
+
+    def _prepare(self, n_epochs):
+        self._store.prepare(3*sum(o.nbytes for o in tensors_of(self.learn.model.state_dict())), n_epochs) # with the optimizer's state
+        if not self._resumed: return []
+        self._store.run = self._resumed['run']
+        return self._store.found()
+
+    def state_dict(self) -> dict:
+        best = self._store.best if self._store else None
+        return dict(super().state_dict(), run=self._store.run if self._store else None, file=best.checksum if best else None)
+
+    def _resume(self, state):
+        super()._resume(state)
+        self._store.resume(state['run'], self._found, state['file'])
+        if self._store.best: self.best = self._store.best.value
+        elif state['file']:
+            say(f'The best model of the run that goes on, with {self.monitor} value {self.best}, is no longer there: the next one counts as the best.', warn=True)
+            self.best = float('inf') if self.operator is np.less else -float('inf')
 
     def on_train_end(self, exception=False, **kwargs):
         try: super().on_train_end(exception=exception, **kwargs)
@@ -194,7 +228,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def jump_to_epoch(self, epoch):
         "Load what was saved after the epoch before, if rank 0 finds it."
-        if not _is_fit(self.learn.recorder.pbar): return
+        if not _is_fit(self.learn.recorder.pbar) or self._resumed: return
         name = f'{self.name}_{epoch-1}'
         found = run_on_main(self._find, (name,))
         if found is None: return say(f'Model {name} not found.')

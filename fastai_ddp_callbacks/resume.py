@@ -1,6 +1,6 @@
 "fastai 2: a fit that was killed goes on where its last whole checkpoint was."
 from __future__ import annotations
-import glob, signal, sys, time
+import signal, sys, time
 from functools import partial
 from importlib.metadata import version
 
@@ -10,14 +10,14 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from .checkpoint import read_metadata, verify_checkpoint
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
-from .errors import CheckpointError, MismatchedCheckpointError, Preempted
+from .errors import MismatchedCheckpointError, Preempted
 from .loading import load_everywhere
 from .preemption import Asked
+from .resume_files import ResumeFiles, progress
 from .rest_of_epoch import Stage, train_on_rest
-from .store import Store, delete
-from .training_state import loaders, nested, number, own_state, restore_own, restore_shared, shared_state
+from .random_state import nested
+from .training_state import loaders, number, own_state, restore_own, restore_shared, shared_state
 from .weights import model_state, plain, tensors_of
 from .writer import Writer
 
@@ -51,7 +51,7 @@ class DDPResumeCallback(Callback):
             if v is not None and v <= 0 or v is None and k == 'keep': raise ValueError(f'DDPResumeCallback({k}={v!r}): a number above 0 is needed.')
         self.every_epoch,self.every_batches,self.every_minutes,self.keep = every_epoch,every_batches,every_minutes,keep
         self.fname,self.resume,self.background,self.exit_status = fname,resume,background,exit_status
-        self._fits,self._active,self._store,self._writer,self._asked = 0,False,None,Writer(),Asked()
+        self._fits,self._active,self._files,self._writer,self._asked = 0,False,None,Writer(),Asked()
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
@@ -68,52 +68,16 @@ class DDPResumeCallback(Callback):
         self._warm = False
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
         name = self.fname if not self._fits else f'{self.fname}-{self._fits+1}'
-        self._store = Store(self.learn.path/self.learn.model_dir, f'{name}_{{iteration}}{{end}}', keep_last=self.keep)
-        found = run_on_main(self._find, (name,))
+        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, name, self.keep)
+        found = run_on_main(self._find)
         if found: self._go_on(*found)
         self._asked = Asked()
         self._asked.watch()
 
-    def _find(self, name):
-        "The newest whole one that is meant: path, checksum, metadata."
+    def _find(self):
         self._writer.join()
         size = sum(o.nbytes for o in tensors_of([self.learn.model.state_dict(), self.learn.opt.state_dict()]))
-        self._store.prepare(size, self.keep)
-        metas,more = {},[]
-        for path in glob.glob(glob.escape(str(self._store.folder/name))+'_*.pth'):
-            try: meta = read_metadata(path) or {}
-            except CheckpointError as e: more.append(e)
-            else:
-                if meta.get('resume') == name: metas[path] = meta
-        self._sequence = max((o['sequence'] for o in metas.values()), default=0)
-        if self.resume == 'never': return None
-        path = self._newest_whole(metas, more)
-        for e in more: say(f'{e} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
-        if path is None:
-            if self.resume == 'must': raise CheckpointError(f'There is no whole {self._store.folder/name}_*.pth to go on with.', str(self._store.folder))
-            return None
-        meta = metas[path]
-        self._refuse_other_kind(path, meta)
-        self._store.run,self._store.resumed = meta['run'],path
-        self._store.resume(meta['run'], [o for o in self._store.found() if o.path in metas])
-        return path,meta['checksum'],meta
-
-    def _newest_whole(self, metas, more):
-        newest = sorted(metas, key=lambda o: metas[o]['sequence'], reverse=True)
-        if newest and metas[newest[0]]['finished'] and self.learn.n_epoch > metas[newest[0]]['n_epoch']:
-            ended,newest = newest[0],[o for o in newest if not metas[o]['finished']] # more epochs than planned: go on from before the best weights were loaded
-            if not newest: raise ValueError(f'{ended} is of a fit that has come to its end, and its last epoch was not kept: with keep=2 it could go on for more epochs.')
-        for path in newest:
-            try: verify_checkpoint(path)
-            except CheckpointError as e: more.append(e)
-            else: return path
-
-    def _refuse_other_kind(self, path, meta):
-        n,planned = self.learn.n_epoch,meta['n_epoch']
-        scheduled = any(isinstance(o, ParamScheduler) for o in self.learn.cbs)
-        if n < planned or n != planned and scheduled:
-            raise ValueError(f'{path} is of a fit of {planned} epochs, and this one is to have {n}' + (', which gives another schedule' if scheduled else '') +
-                             ". Give this fit another fname, or resume='never' to start anew.")
+        return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), self.resume)
 
     def _go_on(self, path, checksum, meta):
         "Bring everything back to where it was."
@@ -131,7 +95,7 @@ class DDPResumeCallback(Callback):
         if bar: bar.update(0) # its beginning, which only epoch 0 would be
         for row in self._rows: self.learn.logger(row)
         if self._finished: return say(f'{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.')
-        say(f'Going on after {_progress(meta)}, with {path}.')
+        say(f'Going on after {progress(meta)}, with {path}.')
         if world_size() != len(state['ranks']):
             say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: batches and random numbers will not be those of a fit that was '
                 'not interrupted.', warn=True)
@@ -215,7 +179,6 @@ class DDPResumeCallback(Callback):
     def after_fit(self):
         "Save what the fit came to, and remember that it has."
         if not self._active: return
-        self._store.resumed = None # what came after is whole, and enough
         if not self._finished: self._save(self.n_epoch, 0, finished=True)
         self._fits += 1
         asked = self._asked.by
@@ -235,20 +198,14 @@ class DDPResumeCallback(Callback):
 
     def _write(self, training, epoch, batch, finished):
         self._settle()
-        self._sequence += 1
-        meta = dict(resume=self._store.fname.partition('_{')[0], sequence=self._sequence, epoch=epoch, batch=batch, n_iter=vars(self.learn).get('n_iter', 0), n_epoch=self.n_epoch, iteration=self.train_iter, finished=finished,
-                    value=None, world_size=world_size(), fastai=version('fastai'))
+        write = self._files.next(dict(epoch=epoch, batch=batch, n_iter=vars(self.learn).get('n_iter', 0), n_epoch=self.n_epoch, iteration=self.train_iter, finished=finished,
+                                      fastai=version('fastai')))
         state = {'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}
-        path = self._store.place(dict(iteration=self.train_iter, end='_finished' if finished else '', epoch=epoch), {o.path for o in self._store.files})
-        def write(state): return self._store.write(state, path, meta)
         if self.background and not finished: self._writer.start(write, state)
-        else: self._keep(write(state))
+        else: self._files.keep_newest(write(state))
 
     def _settle(self):
-        if self._writer.busy: self._keep(self._writer.wait())
-
-    def _keep(self, saved):
-        for o in self._store.add(saved): delete(o)
+        if self._writer.busy: self._files.keep_newest(self._writer.wait())
 
     def _go(self):
         run_on_main(self._settle)
@@ -263,7 +220,7 @@ class DDPResumeCallback(Callback):
             vars(learn).pop(name, None)
             if before is not None: setattr(learn, name, before)
         self._asked.release()
-        self._store.release()
+        self._files.store.release()
 
 
 def _in_fit(learn):
@@ -271,5 +228,3 @@ def _in_fit(learn):
     f = sys._getframe()
     while f and not (f.f_code is Learner._with_events.__code__ and f.f_locals['event_type'] == 'fit' and f.f_locals['self'] is learn): f = f.f_back
     return f is not None
-
-def _progress(meta): return f'batch {meta["batch"]} of {meta["n_iter"]} in epoch {meta["epoch"]}' if meta['batch'] else f'{meta["epoch"]} of {meta["n_epoch"]} epochs'

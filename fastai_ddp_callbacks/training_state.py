@@ -1,16 +1,17 @@
 "fastai 2: where a fit is, in plain values and tensors: what is the same on all ranks, and what is each rank's own."
 from __future__ import annotations
-import math, random
+import math
 
-import numpy as np, torch
+import torch
 from fastai.basics import L
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.distributed import DistributedDL
 
+from .random_state import nested, random_state, restore_random
 from .weights import plain
 
-__all__ = ['nested', 'number', 'shared_state', 'restore_shared', 'own_state', 'restore_own', 'loaders']
+__all__ = ['number', 'shared_state', 'restore_shared', 'own_state', 'restore_own', 'loaders']
 
 
 # -- the same on all ranks
@@ -78,17 +79,8 @@ def loaders(learn) -> list:
 
 def own_state(learn) -> dict:
     "The random states of this rank."
-    name,keys,*rest = np.random.get_state(legacy=True)
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-    return dict(python=plain(random.getstate()), numpy=[name, torch.from_numpy(keys.astype(np.int64)), *rest], torch=torch.get_rng_state(), cuda=cuda,
-                loaders=[plain(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')])
+    return dict(random_state(), loaders=[plain(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')])
 
 def restore_own(learn, state) -> None:
-    random.setstate(nested(state['python']))
-    name,keys,*rest = state['numpy']
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state['torch'].cpu())
-    if state['cuda'] and torch.cuda.is_initialized(): torch.cuda.set_rng_state(state['cuda'][0].cpu())
+    restore_random(state)
     for o,s in zip((o for o in loaders(learn) if hasattr(o, 'rng')), state['loaders']): o.rng.setstate(nested(s))
-
-def nested(o): return tuple(map(nested, o)) if isinstance(o, (list, tuple)) else o

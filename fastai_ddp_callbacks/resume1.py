@@ -1,0 +1,102 @@
+"fastai 1: a fit that was killed goes on after the last epoch that it has saved."
+from __future__ import annotations
+from importlib.metadata import version
+
+import torch
+from fastai.basic_train import LearnerCallback
+from fastai.callbacks.general_sched import GeneralScheduler
+from fastai.callbacks.one_cycle import OneCycleScheduler
+
+from .distributed import all_gather, rank, run_on_main, say, together, world_size
+from .errors import MismatchedCheckpointError
+from .fastai1 import _handled, _is_fit
+from .loading import load_everywhere
+from .random_state import random_state, restore_random
+from .resume_files import ResumeFiles, progress
+from .weights import model_state, plain, tensors_of
+
+__all__ = ['DDPResumeCallback']
+
+_HISTORY = 'losses','lrs','moms','val_losses','metrics','nb_batches' # of the Recorder
+
+
+class DDPResumeCallback(LearnerCallback):
+    """Saves all that a fit needs to go on after each epoch, and goes on by itself when the fit that was killed is started again.
+
+    On the CPU, with as many ranks and loaders without workers, the weights at the end are then the same to the bit. The table
+    on the screen begins where it goes on, the smoothed training loss begins anew, and the Recorder's history is
+    whole, and rank 0's.
+    Errors are those of the callback for fastai 2; there is nothing here for the middle of an epoch, nor for signals."""
+    _order = 90 # after all that is to be saved has seen the epoch
+
+    def __init__(self,
+        learn, # the `Learner`
+        every_epoch=1, # save after so many epochs
+        keep=2, # how many of the newest to keep
+        name='resume', # first part of the files' names, in `learn.path/learn.model_dir`
+        resume='auto', # 'auto': go on if there is something to go on with; 'must': and fail if not; 'never': start anew
+    ):
+        if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
+        super().__init__(learn)
+        self.every_epoch,self.keep,self.name,self.resume,self._files,self._fits = every_epoch,keep,name,resume,None,0
+
+    def on_train_begin(self, pbar=None, n_epochs=0, **kwargs):
+        "Go on, if there is something to go on with."
+        if not _is_fit(pbar): return
+        self._before,self._n_epochs,self._finished = _handled(),n_epochs,False
+        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, self.name if not self._fits else f'{self.name}-{self._fits+1}', self.keep)
+        size = sum(o.nbytes for o in tensors_of([self.learn.model.state_dict(), self.learn.opt.state_dict()]))
+        scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._attached())
+        found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume))
+        if found: return self._go_on(pbar, *found)
+
+    def _go_on(self, pbar, path, checksum, meta):
+        kept = {}
+        try: load_everywhere(self.learn.model, path, checksum, kept.update)
+        except MismatchedCheckpointError as e: raise ValueError(f"{e} It belongs to another model: give this fit another name, or resume='never' to start anew.") from e
+        state,self._finished = kept['training'],meta['finished']
+        with together(f'resume from {path}'):
+            self.learn.opt.load_state_dict(kept['opt'])
+            self.learn.opt.lr = self.learn.opt.read_val('lr')
+            for k in _HISTORY: setattr(self.learn.recorder, k, list(state['recorder'][k]))
+            for k,cb in self._offering():
+                if k in state['callbacks']: cb.load_state_dict(state['callbacks'][k])
+            if rank() < len(state['ranks']): restore_random(state['ranks'][rank()])
+        say(f'{path}: going on after {progress(meta)}.')
+        if world_size() != len(state['ranks']): say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: not as a fit that was not interrupted.', warn=True)
+        if self._finished: pbar.main_bar.gen = [] # a bar with nothing to come would still give one epoch
+        return {'epoch': self._n_epochs if self._finished else meta['epoch'], 'iteration': meta['iteration']}
+
+    def on_epoch_end(self, epoch, iteration, pbar=None, **kwargs):
+        if self._files and _is_fit(pbar) and (epoch+1)%self.every_epoch == 0: self._save(epoch+1, iteration, False)
+
+    def on_train_end(self, epoch, iteration, exception=False, **kwargs):
+        "Remember that the fit has come to its end, if it has."
+        if not self._files: return
+        try:
+            if exception or _handled() != self._before: return
+            if not self._finished: self._save(epoch, iteration, True)
+            self._fits += 1
+        finally:
+            self._files.store.release()
+            self._files = None
+
+    def _save(self, epoch, iteration, finished):
+        recorder = {k:plain([o.tolist() if isinstance(o, torch.Tensor) else o for o in getattr(self.learn.recorder, k, [])]) for k in _HISTORY}
+        state = dict(recorder=recorder, callbacks={k:plain(cb.state_dict()) for k,cb in self._offering()}, ranks=all_gather(random_state(), 'random states'))
+        run_on_main(self._write, (state, epoch, iteration, finished))
+
+    def _write(self, training, epoch, iteration, finished):
+        write = self._files.next(dict(epoch=epoch, batch=0, n_iter=0, n_epoch=self._n_epochs, iteration=iteration, finished=finished, fastai=version('fastai')))
+        self._files.keep_newest(write({'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}))
+
+    def _attached(self): return [o for o in vars(self.learn).values() if isinstance(o, LearnerCallback)] # each one sets itself there
+
+    def _offering(self):
+        "Callbacks that say what they need to go on, by class and number."
+        seen = {}
+        for cb in self._attached():
+            if hasattr(type(cb), 'load_state_dict') and hasattr(type(cb), 'state_dict'):
+                name = type(cb).__name__
+                seen[name] = seen.get(name, 0)+1
+                yield f'{name}-{seen[name]}',cb

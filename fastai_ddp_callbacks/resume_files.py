@@ -1,0 +1,83 @@
+"The files from which a fit can go on: the newest whole one is found, a few of them are kept. Rank 0 alone deals with them."
+from __future__ import annotations
+import glob
+
+from .checkpoint import read_metadata, verify_checkpoint
+from .distributed import say, world_size
+from .errors import CheckpointError
+from .store import Store, delete
+
+__all__ = ['ResumeFiles', 'progress']
+
+
+class ResumeFiles:
+    "What one fit has saved to go on from, under one name in one folder."
+    def __init__(self,
+        folder, # where
+        name, # first part of the files' names
+        keep, # how many of the newest to keep
+    ): self.name,self.keep,self.sequence,self.store = name,keep,0,Store(folder, f'{name}_{{iteration}}{{end}}', keep_last=keep)
+
+    def find(self,
+        size, # bytes of a file, about
+        n_epoch, # how many epochs the fit is to have
+        scheduled, # whether something depends on that number
+        resume, # 'auto', 'must' or 'never'
+    ): # (path, checksum, metadata) of the newest whole one; None to start anew
+        """Reserve the name, and look for a file to go on with. `CheckpointError` if there is none and there must be;
+        `ValueError` if it belongs to a fit of another kind."""
+        self.store.prepare(size, self.keep)
+        metas,damaged = {},[]
+        for path in glob.glob(glob.escape(str(self.store.folder/self.name))+'_*.pth'):
+            try: meta = read_metadata(path) or {}
+            except CheckpointError as e: damaged.append(e)
+            else:
+                if meta.get('resume') == self.name: metas[path] = meta
+        self.sequence = max((o['sequence'] for o in metas.values()), default=0)
+        if resume == 'never': return None
+        path = self._newest_whole(metas, damaged, n_epoch)
+        for e in damaged: say(f'{e} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
+        if path is None:
+            if resume == 'must': raise CheckpointError(f'There is no whole {self.store.folder/self.name}_*.pth to go on with.', str(self.store.folder))
+            return None
+        meta = metas[path]
+        if n_epoch < meta['n_epoch'] or n_epoch != meta['n_epoch'] and scheduled:
+            raise ValueError(f'{path} is of a fit of {meta["n_epoch"]} epochs, and this one is to have {n_epoch}' + (', which gives another schedule' if scheduled else '') +
+                             ". Give this fit another name, or resume='never' to start anew.")
+        self.store.run = meta['run']
+        self.store.resume(meta['run'], [o for o in self.store.found() if o.path in metas])
+        self.store.resumed = path
+        return path,meta['checksum'],meta
+
+    def _newest_whole(self, metas, damaged, n_epoch):
+        newest = sorted(metas, key=lambda o: metas[o]['sequence'], reverse=True)
+        if newest and metas[newest[0]]['finished'] and n_epoch > metas[newest[0]]['n_epoch']:
+            ended,newest = newest[0],[o for o in newest if not metas[o]['finished']] # more epochs than planned: go on from before the best weights were loaded
+            if not newest: raise ValueError(f'{ended} is of a fit that has come to its end, and its last epoch was not kept: with keep=2 it could go on for more epochs.')
+        for path in newest:
+            try: verify_checkpoint(path)
+            except CheckpointError as e: damaged.append(e)
+            else: return path
+
+    def next(self,
+        meta:dict, # what it is: epoch, n_epoch, iteration, finished, ...
+    ): # a function that writes a state there, and gives the `Saved`
+        "Where the next one goes."
+        self.sequence += 1
+        meta = dict(meta, resume=self.name, sequence=self.sequence, value=None, world_size=world_size())
+        path = self.store.place(dict(iteration=meta['iteration'], end='_finished' if meta['finished'] else '', epoch=meta['epoch']), {o.path for o in self.store.files})
+        if meta['finished']: self.store.resumed = None # what comes after it is whole, and enough
+        return lambda state: self.store.write(state, path, meta)
+
+    def keep_newest(self,
+        saved, # what was written, and is durable
+    ):
+        for o in self.store.add(saved): delete(o)
+
+
+def progress(
+    meta:dict # of a file to go on from
+) -> str:
+    "Where its fit is."
+    if meta['finished']: return f'the end of a fit of {meta["n_epoch"]} epochs'
+    return f'batch {meta["batch"]} of {meta["n_iter"]} in epoch {meta["epoch"]} (of {meta["n_epoch"]}, from 0 on)' if meta['batch'] else f'{meta["epoch"]} of {meta["n_epoch"]} epochs'

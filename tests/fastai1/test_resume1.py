@@ -1,0 +1,56 @@
+"fastai 1: a fit that was killed goes on after the last epoch that it has saved."
+import os
+
+import pytest
+from fastai.train import fit_one_cycle # noqa: F401 (patches Learner)
+
+from fastai_ddp_callbacks import DDPEarlyStoppingCallback, DDPResumeCallback, DDPSaveModelCallback, ddp_ctx, rank
+from learners1 import Hook, Records, digest, learner
+from ranks import run, values
+
+
+def train(path, kill=None, n=5, cycle=False, given=None, **kwargs):
+    "A fit that ends, or is killed after epoch `kill` has been saved."
+    learn = learner(path)
+    cbs = [DDPResumeCallback(learn, **kwargs), saver := DDPSaveModelCallback(learn)]
+    if given: cbs += [Records(learn, given), DDPEarlyStoppingCallback(learn, patience=2)]
+    if kill is not None: cbs.append(Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if epoch == kill else None, late=True))
+    with ddp_ctx(learn): (learn.fit_one_cycle if cycle else learn.fit)(n, 0.02, callbacks=cbs)
+    rec = learn.recorder
+    history = [float(o) for o in rec.val_losses],list(rec.lrs),len(rec.losses)
+    return digest(learn.model),float(saver.best),history if rank() == 0 else None # which is rank 0's after a resume
+
+@pytest.mark.parametrize('world_size,cycle', [(1, False), (1, True), (2, True), (3, False)])
+def test_killed_and_started_again_it_ends_as_if_it_had_not_been_killed(tmp_path, world_size, cycle):
+    quiet = values(run(train, world_size, tmp_path/'quiet', None, 5, cycle))
+    killed = run(train, world_size, tmp_path/'killed', 2, 5, cycle)
+    assert [o.exitcode for o in killed] == [9]*world_size
+    assert values(run(train, world_size, tmp_path/'killed', None, 5, cycle)) == quiet
+    assert len({o[0] for o in quiet}) == 1
+    names = lambda path: sorted(o.name for o in (path/'models').iterdir())
+    assert names(tmp_path/'killed') == names(tmp_path/'quiet') # no rubbish, no more files
+
+def test_a_fit_that_has_ended_is_not_trained_again(tmp_path):
+    first = values(run(train, 2, tmp_path))
+    again = run(train, 2, tmp_path)
+    assert [o[0] for o in values(again)] == [o[0] for o in first] and 'end of a fit of 5 epochs' in again[0].output
+
+def test_patience_goes_on_counting(tmp_path):
+    given = [1., 2., 3., 4., 5., 6., 7.]
+    quiet = values(run(train, 2, tmp_path/'quiet', None, 7, False, given))
+    run(train, 2, tmp_path/'killed', 1, 7, False, given)
+    assert values(run(train, 2, tmp_path/'killed', None, 7, False, given)) == quiet and len(quiet[0][2][0]) == 4
+
+def test_a_fit_of_another_kind_is_refused_on_all_ranks(tmp_path):
+    run(train, 2, tmp_path, 1, 5, True)
+    def refused():
+        try: train(tmp_path, n=6, cycle=True)
+        except Exception as e: return type(e).__name__,str(e)
+    zero,one = values(run(refused, 2))
+    assert zero[0] == 'ValueError' and 'another schedule' in zero[1] and one[0] == 'RankFailedError' and 'another schedule' in one[1]
+
+def test_there_must_be_something_to_go_on_with_if_it_must(tmp_path):
+    def refused():
+        try: train(tmp_path, resume='must')
+        except Exception as e: return str(e)
+    assert all('no whole' in o for o in values(run(refused, 2)))
