@@ -3,13 +3,12 @@
 The exchange runs in the background, in order, on a gloo group of its own: the control group carries rendezvous only.
 Ranks that train together are at most one batch apart, so that the answer is there when it is read."""
 from __future__ import annotations
-import ctypes, time
 from datetime import timedelta
 from weakref import WeakKeyDictionary, finalize
 
 import torch, torch.distributed as dist
 
-from .control import Place
+from .control import Place, keep_alive
 from .distributed import _get_control, agree, get_timeout
 
 __all__ = ['BatchFlag']
@@ -21,13 +20,12 @@ class _Line:
     "The group on which the flags of one name travel, and the exchange that is under way there."
     def __init__(self, control, key, timeout):
         place = Place(key, key)
-        with control._waiting(place): self.group = control.connect(key, place, timeout, time.monotonic()+timeout)
+        self.group = control.another(key, place, timeout)
         finalize(control, self.close) # at the latest when the interpreter ends, while its threads can still be joined
         self.generation,self.work = control.generation,None
 
     def close(self):
-        # The destructor of a gloo group waits for what is under way, which may be for ever when a fit has failed.
-        if self.work is not None and not self.work.is_completed(): ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+        keep_alive(self.group, self.work)
         self.group = None
 
     def send(self, raised, size, timeout):
@@ -58,20 +56,18 @@ class BatchFlag:
         if not who:
             if self._line is None: self._line = self._open(control)
             try: self._line.send(bool(raised), control.size, get_timeout())
-            except RuntimeError as e: # a connection that is closed already
-                place = Place(f'flag({self.name!r})', 'the next batch')
-                with control._waiting(place): control._lost(e, place)
+            except RuntimeError as e: control.lost(e, self._place()) # a connection that is closed already
         return who
 
     def read(self) -> list: # the ranks that raised the flag in the last batch
         "Hear what is not heard yet, and wait for it if need be."
         line,control = self._line,_get_control()
         if line is None or line.work is None: return []
-        call,timeout = f'flag({self.name!r})',get_timeout()
-        place = Place(call, call)
-        with control._waiting(place): control._wait(line.work, place, timeout, time.monotonic()+timeout)
+        control.wait(line.work, self._place(), get_timeout())
         line.work = None
         return line.heard.nonzero().flatten().tolist()
+
+    def _place(self): return Place(f'flag({self.name!r})', f'flag({self.name!r})')
 
     def _open(self, control):
         "The line of an earlier fit if all ranks still have it and left nothing unread there, else a new one."

@@ -8,7 +8,8 @@ What goes wrong outside a rendezvous is written as a note into the job's store, 
 waits looks there every now and then. After a note the group is given up (its last exchange may never end) and the
 ranks meet in a group of the next generation."""
 from __future__ import annotations
-import ctypes, hashlib, json, os, struct, threading, time, traceback, warnings, weakref
+import ctypes, hashlib, json, os, struct, threading, time, warnings, weakref
+from collections import deque
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -17,13 +18,14 @@ from typing import NamedTuple
 import torch, torch.distributed as dist
 
 from .errors import BarrierMismatchError, BarrierTimeoutError, DDPError, RankFailedError
+from .notes import TEXT, describe, pack
 from .process import alive, host, lives
 
 NOTHING, BOOL, INT, FLOAT, BYTES, FAILED = range(6) # what a row carries
 _FIRST_LOOK, _SLOWEST_LOOK = 0.05, 0.5 # seconds between looks at the store while waiting
 _HEAD = struct.Struct('<4q')
 _INLINE,_FEW_RANKS = 480,64 # so many bytes ride along in a row, up to so many ranks: they cost no time, but traffic
-_TEXT = 8192 # bytes per rank in the exchange of words, which only happens when something is wrong
+_REMEMBERED = 2000 # rendezvous
 
 
 class Place(NamedTuple):
@@ -46,29 +48,6 @@ class Row(NamedTuple):
 def _hash(text): return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), 'little', signed=True)
 
 
-def _describe(error, place, rank):
-    "An exception as a note, without the frames of ours through which it came."
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and os.path.dirname(tb.tb_frame.f_code.co_filename) == os.path.dirname(__file__): tb = tb.tb_next
-    frames = traceback.extract_tb(tb)
-    if place is None: place = f'{frames[-1].name} at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}' if frames else ''
-    try: text = str(error)
-    except Exception as e: text = f'(its text cannot be had: {type(e).__name__})'
-    return dict(kind='failed', rank=rank, place=str(place), type=type(error).__name__, text=text,
-                traceback=''.join(traceback.format_exception(type(error), error, tb)))
-
-
-def _pack(note):
-    "A note in at most `_TEXT` bytes; the beginning of the text and the end of the traceback are kept."
-    note = {k:(v[-4000:] if k == 'traceback' else v[:1500]) if isinstance(v, str) else v for k,v in note.items()}
-    while True:
-        data = json.dumps(note, ensure_ascii=False).encode(errors='backslashreplace')
-        if len(data) <= _TEXT: return data
-        longest = max((k for k in note if isinstance(note[k], str)), key=lambda k: len(note[k]))
-        keep = len(note[longest])//2
-        note[longest] = note[longest][-keep:] if longest == 'traceback' else note[longest][:keep]
-
-
 def _connection(store):
     """One more connection to the job's store, which neither blocks the others nor keeps the store's server alive after
     `destroy_process_group`, which would keep its port busy. Raises when the server goes: torch would try again and again."""
@@ -86,6 +65,11 @@ def _connection(store):
     return made[0]
 
 
+def keep_alive(group, work):
+    "The destructor of a gloo group waits for what is under way, which may be for ever when a rank has failed: then never destroy it."
+    if work is not None and not work.is_completed(): ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 class Control:
     "The control traffic of this process in one default process group."
     def __init__(self):
@@ -100,6 +84,7 @@ class Control:
         self.host = f'host/{host()}'
         self.store.set(f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, alive(self.pid)]))
         self.last = None # the last place where all met, and when
+        self.record = deque(maxlen=_REMEMBERED) # of each rendezvous: its place, when each rank came by its own clock, when this one left, in ns since the epoch
         self.lock = threading.Lock()
 
     # -- the rendezvous
@@ -119,6 +104,7 @@ class Control:
             rows = self._exchange(_HEAD.pack(*row[:4]) + row.data.ljust(self.inline, b'\0'), place, timeout, deadline)
             table = [self._row(o) for o in rows]
             self._met(place)
+            self.record.append((place, tuple(o.entered for o in table), time.time_ns()))
             # Those who came first may have given up before the last one came, with their messages under way. If the store has
             # gone, whoever kept it came here and left.
             entered = [o.entered for o in table]
@@ -193,8 +179,8 @@ class Control:
 
     def _complain(self, place, failure, timeout):
         "All ranks know that something is wrong: tell each other what, and raise."
-        note = _describe(failure, place, self.rank) if failure else dict(kind='here', rank=self.rank, place=str(place), call=place.call)
-        rows = self._exchange(_pack(note).ljust(_TEXT), place, timeout, time.monotonic()+timeout)
+        note = describe(failure, place, self.rank) if failure else dict(kind='here', rank=self.rank, place=str(place), call=place.call)
+        rows = self._exchange(pack(note).ljust(TEXT), place, timeout, time.monotonic()+timeout)
         self._met(place)
         notes = [json.loads(o) for o in rows]
         if failure: raise self._known(failure)
@@ -286,6 +272,18 @@ class Control:
         if time.monotonic() >= deadline: self._give_up(place, timeout)
         return min(2*pause, _SLOWEST_LOOK)
 
+    def wait(self, work, place, timeout):
+        "Wait for `work` of another group of all ranks, as for a rendezvous."
+        with self._waiting(place): self._wait(work, place, timeout, time.monotonic()+timeout)
+
+    def lost(self, error, place):
+        "Such a group is broken: raise why."
+        with self._waiting(place): self._lost(error, place)
+
+    def another(self, name, place, timeout):
+        "Another group of all ranks, which are known to be about to make it too."
+        with self._waiting(place): return self.connect(name, place, timeout, time.monotonic()+timeout)
+
     # -- failures
 
     def report(self,
@@ -295,7 +293,7 @@ class Control:
     ):
         "Tell the other ranks of `error`, unless all of them know it already."
         if self.knows(error, since): return
-        try: self._post(_describe(error, place, self.rank))
+        try: self._post(describe(error, place, self.rank))
         except RuntimeError as e: warnings.warn(f'rank {self.rank} failed and could not tell the other ranks: {e}')
         self._known(error)
 
@@ -306,7 +304,7 @@ class Control:
 
     def _post(self, note):
         "Put `note` where all ranks look, and give up the group. Returns the note of this generation: the first one."
-        try: note = json.loads(self.store.compare_set(f'note/{self.generation+1}', '', _pack(note).decode()))
+        try: note = json.loads(self.store.compare_set(f'note/{self.generation+1}', '', pack(note).decode()))
         finally: self._abandon()
         return note
 
@@ -326,9 +324,7 @@ class Control:
             raise self._error(note, None)
 
     def _abandon(self):
-        if self.pending is not None and not self.pending.is_completed():
-            # The destructor of a gloo group waits for what is under way, which may be for ever: never destroy this one.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+        keep_alive(self.group, self.pending)
         self.group,self.pending = None,None
         self.generation,self.count = self.generation+1,0
 
