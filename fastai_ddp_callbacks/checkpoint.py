@@ -4,7 +4,7 @@ The file is what `torch.save` makes, so that stock fastai and torch load it. A z
 they ignore: ours holds the metadata as JSON and a checksum over every byte before the checksum."""
 from __future__ import annotations
 import ctypes, errno, json, mmap, os, re, secrets, struct, sys, threading, time, warnings, zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -39,11 +39,13 @@ def write_checkpoint(
     meta = dict(meta or {}, format=_FORMAT, time=time.time(), torch=torch.__version__)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path.parent)
         temporary,file = _open_beside(path)
     except OSError as e: raise write_error(e, path) from e
     try:
         with file:
+            _sweep(path.parent, os.fstat(file.fileno()).st_mtime)
+            if path.exists():
+                with suppress(OSError): os.fchmod(file.fileno(), path.stat().st_mode & 0o777) # some network disks do not allow it
             out = _Sealed(file)
             with _no_crc(): _save(state, out)
             meta['checksum'] = out.seal(meta)
@@ -55,7 +57,7 @@ def write_checkpoint(
         if isinstance(e, OSError): raise write_error(e, path) from e
         raise
     try: _sync_folder(path.parent) # the new name itself
-    except OSError as e: raise write_error(e, path, 'It is there now, but may be gone after a power cut.') from e
+    except OSError as e: warnings.warn(f'{path} is written, but its folder could not be synced: {e}. After a power cut it may be what it was before.', stacklevel=2)
     return meta
 
 def write_error(e, path, now='What was there before is unchanged. Free some space or choose another folder.'):
@@ -71,21 +73,20 @@ def temporary_beside(
     return path.with_name(f'.{path.name[:40]}.{host()}-{pid}-{alive(pid)}-{secrets.token_hex(8)}.writing')
 
 def _open_beside(path):
-    "A new file in the folder of `path`, with the permissions that `path` has or the umask gives."
+    "A new file in the folder of `path`, with the permissions that the umask gives."
     temporary = temporary_beside(path)
     fd = os.open(temporary, os.O_WRONLY|os.O_CREAT|os.O_EXCL|getattr(os, 'O_CLOEXEC', 0), 0o666)
-    if path.exists(): os.fchmod(fd, path.stat().st_mode & 0o777)
     return temporary,open(fd, 'wb', buffering=0)
 
 _TEMPORARY = re.compile(r'\..*\.([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{16}\.writing', re.DOTALL)
 _ABANDONED = 24*3600 # seconds after which a file that a process of another host has stopped writing is taken for a dead one's
 
-def _sweep(folder):
-    "Remove what killed processes have left half written in `folder`, and nothing else."
+def _sweep(folder, now):
+    "Remove what killed processes have left half written in `folder`, and nothing else. `now`: by the clock of the disk."
     with os.scandir(folder) as entries: found = [(o, m) for o in entries if (m := _TEMPORARY.fullmatch(o.name)) and o.is_file(follow_symlinks=False)]
     for entry,m in found:
         try:
-            dead = not lives(int(m[2]), int(m[3])) if m[1] == host() else time.time()-entry.stat().st_mtime > _ABANDONED
+            dead = not lives(int(m[2]), int(m[3])) if m[1] == host() else now-entry.stat().st_mtime > _ABANDONED
             if dead: os.unlink(entry.path)
         except (FileNotFoundError, PermissionError): pass # another process has swept it, or it is not ours to sweep
 

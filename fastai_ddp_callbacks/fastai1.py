@@ -22,7 +22,7 @@ from .environment import process_group
 from .loading import load_everywhere
 from .store import Store
 from .values import REDUCTIONS
-from .weights import model_state, plain, tensors_of
+from .weights import model_state, plain, size_of
 
 __all__ = ['DDPTrackerCallback', 'DDPSaveModelCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateauCallback', 'DDPReduceLROnPlateau',
            'DDPTerminateOnNaNCallback', 'ddp_ctx']
@@ -204,7 +204,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         self._found = run_on_main(self._prepare, (n_epochs,))
 
     def _prepare(self, n_epochs):
-        self._store.prepare(3*sum(o.nbytes for o in tensors_of(self.learn.model.state_dict())), n_epochs) # with the optimizer's state
+        self._store.prepare(3*size_of(self.learn.model.state_dict()), n_epochs) # with the optimizer's state
         if not self._resumed: return []
         self._store.run = self._resumed['run']
         return self._store.found()

@@ -28,6 +28,7 @@ def load_everywhere(
     path:str, # the checkpoint, on a disk that rank 0 sees
     checksum:str|None, # of the one file that is meant; None for a file that has none, of stock fastai
     also=None, # called with what else the file holds, as {'opt':...}, if it holds anything else
+    fits=None, # called with the same before anything is changed, to refuse it
 ) -> None:
     """Every rank reads and verifies the file, if all of them see it; else rank 0 does, and sends what is in it.
 
@@ -36,9 +37,9 @@ def load_everywhere(
     others `RankFailedError`), and the model is then unchanged, unless a rank died while weights were sent.
     `UnequalWeightsError` if the ranks do not hold the same weights at the end."""
     with together(f'before loading {path}') as ranks: # nobody changes its model before all have found that they can
-        state = _fitting(model, read_checkpoint(path, checksum=checksum)[0], path) if _sees(path, checksum) else None
+        state = _fitting(model, read_checkpoint(path, checksum=checksum)[0], path, fits) if _sees(path, checksum) else None
         ranks.value = state is not None
-    if not all(ranks.values): state = _from_main(model, path, checksum)
+    if not all(ranks.values): state = _from_main(model, path, checksum, fits)
     with together(f'load {path}') as ranks:
         _load(model, state, path, also)
         ranks.value = digest(model)
@@ -52,8 +53,10 @@ def _load(model, state, path, also):
     load_model_state(model, weights, path)
     if rest and also is not None: also(own(rest))
 
-def _fitting(model, state, path):
-    fitting(model, _parted(state)[0], path)
+def _fitting(model, state, path, fits):
+    weights,rest = _parted(state)
+    fitting(model, weights, path)
+    if rest and fits: fits(rest)
     return state
 
 def _parted(state):
@@ -74,20 +77,21 @@ def _sees(path, checksum):
         with suppress(OSError): os.listdir(os.path.dirname(path)) # makes a network disk look again
         time.sleep(0.02)
 
-def _from_main(model, path, checksum):
+def _from_main(model, path, checksum, fits):
     "What rank 0 reads, on every rank: in the model's own tensors where they are of the same kind."
     kept = []
     def read():
         kept.append(read_checkpoint(path, checksum=checksum)[0])
-        return mapped(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype))
+        return mapped(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype) if t.layout == torch.strided else t)
     outline = run_on_main(read)
     with together(f'compare {path} to the model'):
         weights,rest = _parted(outline)
         weights,targets = fitting(model, weights, path),bare(model).state_dict()
+        if rest and fits: fits(rest)
         def place(k, o): return targets[k] if isinstance(o, _Sent) and targets[k].dtype == o.dtype and targets[k].is_contiguous() else _empty(o)
         weights = {k:place(k, o) for k,o in weights.items()}
         state = kept[0] if kept else {'model':weights, **mapped(rest, _empty, _Sent)} if rest else weights
-    broadcast_tensors(tensors_of(state), name=f'weights of {path}')
+    broadcast_tensors([o for o in tensors_of(state) if o.layout == torch.strided], name=f'weights of {path}')
     return state
 
 def _empty(o): return torch.empty(o.shape, dtype=o.dtype) if isinstance(o, _Sent) else o

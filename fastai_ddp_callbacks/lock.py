@@ -1,6 +1,6 @@
 "One run at a time under one name in a folder, also between hosts, and also after a run was killed."
 from __future__ import annotations
-import fcntl, json, os, secrets, socket, threading, weakref
+import fcntl, json, os, secrets, socket, threading, warnings, weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,11 +37,11 @@ class Lock:
             mine.write_text(json.dumps(me))
             while not (_link(mine, self.path) or self._take_over(me, mine)): pass # it was given back between the two, or another one was quicker
         except CheckpointInUseError: raise
-        except OSError as e: raise write_error(e, self.path) from e
+        except OSError as e: raise write_error(e, self.path, 'It reserves the name for this run. Free some space or choose another folder.') from e
         finally:
             with suppress(FileNotFoundError, NotADirectoryError): mine.unlink()
         stop = threading.Event()
-        threading.Thread(target=_beat, args=(self.path, stop), daemon=True, name=f'lock of {self.path.name}').start()
+        threading.Thread(target=_beat, args=(self.path, me, stop), daemon=True, name=f'lock of {self.path.name}').start()
         self._release = weakref.finalize(self, _give_back, self.path, me, stop)
 
     def release(self):
@@ -84,9 +84,12 @@ def _holds(owner, me, path, mine):
     if owner.get('job', 'none') != 'none' and owner['job'] == me['job']: return False # rank 0 of an earlier try, restarted on another host
     return mine.stat().st_mtime-path.stat().st_mtime < _FRESH # both by the clock of the disk
 
-def _beat(path, stop):
+def _beat(path, me, stop):
     while not stop.wait(_BEAT):
-        try: os.utime(path)
+        try:
+            if _parsed(path.read_bytes()) != me: # this process gave no sign of life for too long
+                return warnings.warn(f'{path}: another run has taken the name of this one, process {me["pid"]}. Both save under it now: end one of them.')
+            os.utime(path)
         except FileNotFoundError: return # nothing is left to reserve
         except OSError: pass # the disk may be back at the next beat
 

@@ -9,7 +9,7 @@ class Asked:
     """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) between `watch` and `release`, in the main thread.
 
     `by` is the name of the first that came. Handlers of others are called too. A second Ctrl-C interrupts at once."""
-    def __init__(self): self.by,self._before = None,{}
+    def __init__(self): self.by,self._before,self._over = None,{},False
 
     def __reduce__(self): return Asked,()
 
@@ -19,12 +19,15 @@ class Asked:
             if signal.getsignal(number) is not None: self._before[number] = signal.signal(number, self._note) # None: not Python's to give back
 
     def release(self):
+        self._over = True
         for number,before in self._before.items():
-            if signal.getsignal(number) == self._note: signal.signal(number, before)
-        self._before = {}
+            if signal.getsignal(number) == self._note: signal.signal(number, before) # else whoever has come on top will give it back to us
 
     def _note(self, number, frame):
         again,name,before = self.by,signal.Signals(number).name,self._before.get(number)
+        if self._over:
+            signal.signal(number, before)
+            return signal.raise_signal(number)
         if again and number == signal.SIGINT: return signal.default_int_handler(number, frame)
         self.by = name
         more = ' Once more to stop at once.' if number == signal.SIGINT else ''

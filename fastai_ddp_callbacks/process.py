@@ -18,8 +18,7 @@ def alive(
     try:
         with open(f'/proc/{pid}/stat') as f: fields = f.read().rpartition(')')[2].split()
         return None if fields[0] in 'ZX' else int(fields[19])
-    except FileNotFoundError:
-        if os.path.exists('/proc/self/stat'): return None
+    except FileNotFoundError: pass # no such system, or somebody else's process is hidden
     except ProcessLookupError: return None # it went between open and read
     try: os.kill(pid, 0)
     except ProcessLookupError: return None

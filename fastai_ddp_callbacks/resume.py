@@ -18,7 +18,7 @@ from .resume_files import ResumeFiles, progress
 from .rest_of_epoch import Stage, train_on_rest
 from .random_state import nested
 from .training_state import loaders, number, own_state, restore_own, restore_shared, shared_state
-from .weights import model_state, plain, tensors_of
+from .weights import model_state, plain, size_of
 from .writer import Writer
 
 __all__ = ['DDPResumeCallback']
@@ -76,7 +76,7 @@ class DDPResumeCallback(Callback):
 
     def _find(self):
         self._writer.join()
-        size = sum(o.nbytes for o in tensors_of([self.learn.model.state_dict(), self.learn.opt.state_dict()]))
+        size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), self.resume)
 
     def _go_on(self, path, checksum, meta):
@@ -219,6 +219,7 @@ class DDPResumeCallback(Callback):
         for name,before in (('_with_events', with_events), ('all_batches', None)):
             vars(learn).pop(name, None)
             if before is not None: setattr(learn, name, before)
+        self._writer.join() # its handler of SIGTERM stands over ours
         self._asked.release()
         self._files.store.release()
 

@@ -13,7 +13,7 @@ from .fastai1 import _handled, _is_fit
 from .loading import load_everywhere
 from .random_state import random_state, restore_random
 from .resume_files import ResumeFiles, progress
-from .weights import model_state, plain, tensors_of
+from .weights import model_state, plain, size_of
 
 __all__ = ['DDPResumeCallback']
 
@@ -45,7 +45,7 @@ class DDPResumeCallback(LearnerCallback):
         if not _is_fit(pbar): return
         self._before,self._n_epochs,self._finished = _handled(),n_epochs,False
         self._files = ResumeFiles(self.learn.path/self.learn.model_dir, self.name if not self._fits else f'{self.name}-{self._fits+1}', self.keep)
-        size = sum(o.nbytes for o in tensors_of([self.learn.model.state_dict(), self.learn.opt.state_dict()]))
+        size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._attached())
         found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume))
         if found: return self._go_on(pbar, *found)

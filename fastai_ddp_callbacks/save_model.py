@@ -1,6 +1,6 @@
 "fastai 2: the callback that saves the best model and loads it at the end, on all ranks."
 from __future__ import annotations
-import math
+import math, os
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -10,19 +10,30 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
 
 from .distributed import barrier, reports_failure, run_on_main, say, world_size
-from .errors import CheckpointWriteError, MismatchedCheckpointError
+from .errors import CheckpointError, CheckpointWriteError, MismatchedCheckpointError
 from .loading import load_everywhere
+from .safety import refuse_unsafe
 from .store import Saved, Store, check_name, delete
 from .tracker import DDPTrackerCallback
-from .weights import model_state, plain, tensors_of
+from .weights import model_state, plain, size_of
 from .writer import Writer
 
 __all__ = ['DDPSaveModelCallback']
 
 
-def _target(cb):
-    "What tells the files of two callbacks apart: the name, and whether the number of the epoch is added."
-    return str(cb.fname),bool(cb.every_epoch) or isinstance(cb, DDPSaveModelCallback) and (cb._rhythm > 0 or (cb.keep_best or 1) > 1)
+def _several(cb):
+    "Whether the number of the epoch is added to a name."
+    return bool(cb.every_epoch) or isinstance(cb, DDPSaveModelCallback) and (cb._rhythm > 0 or (cb.keep_best or 1) > 1)
+
+def _targets(cb):
+    "The files that a callback writes, as far as they can be told before."
+    name = str(cb.fname)
+    return {os.path.normpath(o) for o in (name if '{' in name or not _several(cb) else f'{name}_{{epoch}}', getattr(cb, 'last', None)) if o}
+
+def _real(o):
+    "A metric as a number; None if it is none."
+    if getattr(o, 'ndim', None) == 0: o = o.item()
+    return float(o) if isinstance(o, (bool, int, float)) else None
 
 
 class _Due(NamedTuple):
@@ -53,7 +64,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         with_opt=False, # if true, save optimizer state (if any available) when saving model.
         reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
         reduce='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
-        keep_best=None, # keep the so many best models, each under the number of its epoch or the name that `fname` makes; load the best at the end.
+        keep_best=None, # keep the so many best models of the fit, each under the number of its epoch or the name that `fname` makes; load the best at the end.
         keep_last=None, # keep the so many newest models too; unless `every_epoch` tells otherwise, every epoch is saved then.
         last=None, # another name that the newest model always has, as 'last'; with it, every epoch is saved.
         on_error='raise', # when rank 0 cannot write: 'raise' on all ranks, or 'warn', go on training and try again at the next improvement.
@@ -61,6 +72,8 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     ):
         if every_epoch and at_end: raise ValueError('DDPSaveModelCallback: every_epoch and at_end cannot both be set. Use two callbacks.')
         if on_error not in ('raise', 'warn'): raise ValueError(f"DDPSaveModelCallback(on_error={on_error!r}): choose 'raise' or 'warn'.")
+        if not isinstance(every_epoch, int) or every_epoch < 0: raise ValueError(f'DDPSaveModelCallback(every_epoch={every_epoch!r}): True, False or a number of epochs is needed.')
+        if not fname or last is not None and not isinstance(last, str): raise ValueError(f'DDPSaveModelCallback(fname={fname!r}, last={last!r}): names of files are needed.')
         for k,v in dict(keep_best=keep_best, keep_last=keep_last).items():
             if v is not None and (not isinstance(v, int) or v < 1): raise ValueError(f'DDPSaveModelCallback({k}={v!r}): a number of files from 1 on is needed.')
         super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
@@ -85,10 +98,11 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _start(self):
         earlier = self._store
         super()._start()
-        twins = [o for o in self.learn.cbs if isinstance(o, SaveModelCallback) and o is not self and _target(o) == _target(self)]
+        twins = [o for o in self.learn.cbs if isinstance(o, SaveModelCallback) and o is not self and _targets(o) & _targets(self)]
         with reports_failure(f'{self.name}.before_train'):
-            if twins: raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname of its own.')
-        goes_on = self._store is earlier
+            if twins: raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname (and a `last`) of its own.')
+            if self._store is None: self._make_store() # `best` was set by hand, or comes from an interrupted fit
+        goes_on = earlier is not None and self._store is earlier
         files,best = run_on_main(self._prepare, (goes_on,))
         self._due = []
         if goes_on: # rank 0 knows what is on disk, however the earlier fit has ended
@@ -105,6 +119,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         "Give the name back. `ddp_ctx` tells one that stays on the learner of an exception; no event does."
         if not self._store: return
         self._writer.join() # before another run may have the name
+        if self._writer.error: say(f'After the fit had failed: {self._writer.error}', warn=True)
         self._store.release()
 
     def state_dict(self) -> dict:
@@ -120,11 +135,15 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if self._writer.busy: # an earlier fit has ended by an exception
             writer,self._writer = self._writer,Writer()
             try: saved = writer.wait()
-            except CheckpointWriteError as e: say(str(e), warn=True)
+            except CheckpointError as e: say(str(e), warn=True)
             else:
                 for o in self._store.add(saved, self._due[0].best) if goes_on else (): delete(o)
-        size = sum(o.nbytes for o in tensors_of(self.learn.model.state_dict()))
-        self._store.prepare(size*3 if self.with_opt else size, -(-self.learn.n_epoch//(self._rhythm or 1)))
+        state = model_state(self.learn.model)
+        refuse_unsafe(state, self._store.folder/f'{self.fname}.pth')
+        try: self._store.prepare(size_of(state)*(3 if self.with_opt else 1), -(-self.learn.n_epoch//(self._rhythm or 1)))
+        except CheckpointWriteError as e:
+            if self.on_error == 'raise': raise
+            say(str(e), warn=True)
         if not self._resumed: return self._store.files,self._store.best
         self._store.run = self._resumed['run']
         return self._store.found(),None
@@ -132,19 +151,23 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _forget(self):
         super()._forget()
         if self._store: self._store.release()
+        self._make_store()
+
+    def _make_store(self):
         selective = self.keep_best or self.keep_last or (self.last or '{' in str(self.fname)) and not self.every_epoch
         fields = {k:0.5 for k in sum(self._columns(), [])} | {'epoch':0, 'iteration':0}
         with reports_failure(f'{self.name}.before_train'): check_name(self.fname, fields)
         self._store = Store(self.learn.path/self.learn.model_dir, self.fname, self._lower_is_better(), self.keep_best or (1 if selective else None),
-                            self.keep_last, self.last, several=_target(self)[1])
+                            self.keep_last, self.last, several=_several(self))
 
     def after_epoch(self):
         "Save if the agreed value is the best so far, or among those to keep, or if a save is due after this epoch."
         if not self._training: return
         due = self._trained and self._rhythm > 0 and self.epoch%self._rhythm == 0
         self._row,self._value,self._met = self._own_values(),None,False
-        if self._due: self._hear()
-        if self._follows and (due or self.keep_best or not self.every_epoch): super().after_epoch()
+        agrees = self._follows and (due or bool(self.keep_best) or not self.every_epoch)
+        if self._due: self._hear(agrees)
+        if agrees: super().after_epoch()
         else: self.new_best = self._trained = self._validated = False
         if self.new_best: say(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
         among = self._value is not None and (self.keep_best or 1) > 1 and self._store.wants(self._value, [o.value for o in self._due])
@@ -187,10 +210,10 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if self._store.selective and not self._met: barrier(f'before {self.name} deletes') # nobody reads then
         self._note(run_on_main(f, args))
 
-    def _hear(self):
-        "Of what is being written: it may have failed since."
+    def _hear(self, agrees):
+        "Of what is being written: it may have failed since. The other ranks hear of it where they meet, and nowhere else in time."
         if self.on_error == 'warn': self._on_main(self._finished, True) # all ranks must know what `best` is
-        elif self._writer.done:
+        elif agrees:
             with reports_failure(f'{self.name}.after_epoch'): self._writer.check()
 
     def _note(self, outcomes):
@@ -201,7 +224,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                 self._store.add(o, due.best)
                 self.last_saved_path = Path(o.path)
             else:
-                say(f"{o} Training goes on without this checkpoint (on_error='warn').", warn=True)
+                say(f"Epoch {due.epoch}: {o} Training goes on without this checkpoint (on_error='warn').", warn=True)
                 if due.best and self.best == due.value: # the next better one is an improvement on what is on disk
                     self.best,self.new_best = self._store.best.value if self._store.best else self._worst(),False
 
@@ -210,7 +233,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         fields,state = self._fields(),model_state(self.learn.model)
         if self.with_opt and self.learn.opt is not None: state = {'model':state, 'opt':plain(self.learn.opt.state_dict())}
         meta = dict(epoch=self.epoch, iteration=self.train_iter, monitor=self.monitor, value=self._value, world_size=world_size(), fastai=version('fastai'),
-                    metrics={k:v for k,v in fields.items() if isinstance(v, float) and math.isfinite(v)})
+                    metrics={k:v for k,v in list(fields.items())[:100] if isinstance(v, float) and math.isfinite(v) and len(k) < 200}) # they must fit in 65 kB
         path = self._store.place(fields, self._store.again-{self._store.best and self._store.best.path}) if name is None else self._store.folder/f'{name}.pth'
         write = partial(self._store.write, path=path, meta=meta)
         if now: return [*outcomes, self._outcome(lambda: write(state), self._due[-1])]
@@ -233,7 +256,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _fields(self):
         "What a file name may tell: rank 0's values, and the agreed one."
         columns = dict.fromkeys(sum(self._columns(), []))
-        for k,v in self._row.items(): columns[k] = None if v is None else float(v)
+        for k,v in self._row.items(): columns[k] = _real(v)
         if self._value is not None: columns[self.monitor] = self._value
         return {**columns, 'epoch':self.epoch, 'iteration':self.train_iter}
 
@@ -242,8 +265,12 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if best is None:
             return say(f'No model was saved during this fit, as {self.monitor} never improved (or no save succeeded): the weights stay as training left them, '
                        'and a file of an earlier run is not loaded.', warn=True)
-        load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt if self.with_opt else None)
+        load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt if self.with_opt else None, self._opt_fits if self.with_opt else None)
 
     def _load_opt(self, rest):
-        try: self.learn.opt.load_state_dict(to_device(rest['opt'], next(self.learn.model.parameters()).device))
-        except AssertionError as e: raise MismatchedCheckpointError(f'{self.best_path}: its optimizer state does not fit this optimizer.', self.best_path) from e
+        self.learn.opt.load_state_dict(to_device(rest['opt'], next(self.learn.model.parameters()).device))
+
+    def _opt_fits(self, rest):
+        opt = self.learn.opt
+        if (len(rest['opt']['hypers']), len(rest['opt']['state'])) != (len(opt.param_lists), sum(map(len, opt.param_lists))):
+            raise MismatchedCheckpointError(f'{self.best_path}: its optimizer state does not fit this optimizer.', self.best_path)

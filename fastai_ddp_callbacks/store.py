@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .checkpoint import read_metadata, temporary_beside, write_checkpoint, write_error
-from .errors import CheckpointError
+from .errors import CheckpointError, CheckpointWriteError
 from .lock import Lock
 
 __all__ = ['Saved', 'Store', 'delete']
@@ -153,7 +153,9 @@ class Store:
     ) -> Saved:
         "Save. May run in a thread."
         meta = write_checkpoint(state, path, dict(meta, run=self.run))
-        if self.last: _also_call(path, self.folder/f'{self.last}.pth')
+        if self.last:
+            try: _also_call(path, self.folder/f'{self.last}.pth')
+            except CheckpointWriteError as e: warnings.warn(f'{path} is saved, but cannot have its second name: {e}', stacklevel=2)
         return Saved(str(path), meta['checksum'], meta['epoch'], meta['value'])
 
     def release(self):

@@ -94,7 +94,7 @@ class DDPTrackerCallback(TrackerCallback):
         "This rank's values of the epoch, by column. A cancelled part has no columns."
         train,valid = self._columns()
         present = train*(self._trained and not self.recorder.cancel_train) + valid*(self._validated and not self.recorder.cancel_valid)
-        return dict(zip(present, self.recorder.values[-1])) if self.recorder.values else {}
+        return dict(reversed(list(zip(present, self.recorder.values[-1])))) if self.recorder.values else {} # of two with one name the first counts
 
     def _own_value(self): return self._own_values().get(self.monitor)
 

@@ -22,7 +22,7 @@ def shared_state(
     "The Recorder's history, the position in the schedules, and what each callback has to tell."
     rec,sm = learn.recorder,learn.recorder.smooth_loss
     recorder = dict(values=[list(map(number, o)) for o in rec.values], lrs=_numbers(rec.lrs), iters=list(rec.iters),
-                    losses=torch.stack([o.detach().cpu() for o in rec.losses]) if rec.losses else None, smooth_loss=sm.val.detach().cpu(), count=sm.count)
+                    losses=torch.stack([plain(o).cpu() for o in rec.losses]) if rec.losses else None, smooth_loss=plain(sm.val).cpu(), count=sm.count)
     scaler = getattr(learn, 'scaler', None)
     return dict(pct_train=float(learn.pct_train), train_iter=learn.train_iter, recorder=recorder, scaler=scaler and scaler.state_dict(),
                 callbacks={k:s for k,cb in _named(learn) if (s := _state(cb)) is not None})

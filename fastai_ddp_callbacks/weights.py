@@ -14,7 +14,7 @@ def plain(
 ): # the same in types that torch loads safely
     "numpy's numbers as Python's; lists and tensors of any class as lists and tensors."
     if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
-    if isinstance(o, torch.Tensor): return o if type(o).__module__.startswith('torch') else o.detach().as_subclass(torch.Tensor)
+    if isinstance(o, torch.Tensor): return o.detach() if type(o).__module__.startswith('torch') else o.detach().as_subclass(torch.Tensor)
     if isinstance(o, (np.generic, np.ndarray)): return o.tolist()
     if isinstance(o, tuple): return tuple(map(plain, o))
     return o if isinstance(o, (str, bytes)) or not hasattr(o, '__iter__') else list(map(plain, o))
@@ -29,6 +29,10 @@ def mapped(o, f, kinds=torch.Tensor):
     if isinstance(o, kinds): return f(o)
     if isinstance(o, dict): return {k:mapped(v, f, kinds) for k,v in o.items()}
     return type(o)(mapped(v, f, kinds) for v in o) if isinstance(o, (list, tuple)) else o
+
+def size_of(o) -> int:
+    "How many bytes the tensors in `o` have, about."
+    return sum(t.nbytes for t in tensors_of(o) if t.layout == torch.strided)
 
 def own(
     o, # what `read_checkpoint` gave, or a part of it
@@ -50,7 +54,7 @@ def _plain_name(key): return re.sub(r'(^|(?<=\.))_orig_mod\.', '', re.sub(r'^((m
 
 def model_state(model) -> dict:
     "The state dict of a model, wrapped or not, with the names that the bare model has."
-    return {re.sub(r'(^|(?<=\.))_orig_mod\.', '', k):plain(v) for k,v in bare(model).state_dict().items()}
+    return {re.sub(r'(^|(?<=\.))_orig_mod\.', '', k):plain(v) if isinstance(v, torch.Tensor) else v for k,v in bare(model).state_dict().items()}
 
 def load_model_state(
     model, # wrapped or not
@@ -78,7 +82,8 @@ def fitting(model, state, path=''):
 def _kind(o):
     "What must be equal for `copy_` to do what one expects."
     if isinstance(o, torch.Tensor): return tuple(o.shape),o.layout,o.is_complex(),o.is_quantized,o.is_meta
-    return (tuple(o.shape), torch.strided, o.dtype.is_complex, False, False) if hasattr(o, 'dtype') else type(o) # what stands for a tensor
+    stands_for_one = isinstance(getattr(o, 'dtype', None), torch.dtype)
+    return (tuple(o.shape), torch.strided, o.dtype.is_complex, False, False) if stands_for_one else type(o)
 
 def _told(o): return f'{tuple(o.shape)}' if hasattr(o, 'shape') else type(o).__name__
 
@@ -91,4 +96,4 @@ def digest(
         if isinstance(v, torch.Tensor): seen.update(_bytes(v.detach().cpu()).numpy())
     return seen.intdigest() - (1<<63)
 
-def _bytes(t): return t.contiguous().reshape(-1).view(torch.uint8)
+def _bytes(t): return (t if t.layout == torch.strided else t.to_dense()).contiguous().reshape(-1).view(torch.uint8)

@@ -37,6 +37,9 @@ class Writer:
     @property
     def done(self) -> bool: return self.busy and not self._thread.is_alive()
 
+    @property
+    def error(self): return self._result[1] if self.done else None
+
     def join(self):
         "Let what is under way come to its end, whatever it is."
         if self._thread is None: return
@@ -45,7 +48,7 @@ class Writer:
 
     def check(self):
         "Raise what went wrong, if it has by now; the result is kept for `wait`."
-        if self.done and self._result[1] is not None: self.wait()
+        if self.error is not None: self.wait()
 
     def wait(self):
         "The result of what was started last, when it is done; None if there is none. Raises what went wrong."
@@ -65,7 +68,7 @@ class Writer:
         "`state` in tensors of our own, those of the last time where they fit; and what tells when a GPU has filled them."
         old,self._copies,made = iter(self._copies),[],{}
         def filled(t): # what several names share is one tensor here too
-            key = t.device,t.data_ptr(),t.dtype,t.shape,t.stride()
+            key = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) if t.layout == torch.strided else id(t)
             if key not in made: made[key] = self._filled(t, old)
             return made[key]
         training = [torch.cuda.current_stream(o) for o in {o.device for o in tensors_of(state) if o.is_cuda}]
@@ -80,6 +83,7 @@ class Writer:
         return copy,ready
 
     def _filled(self, t, old):
+        if t.layout != torch.strided: return t.detach().cpu() if t.is_cuda else t.detach().clone()
         mine = next(old, None)
         if mine is None or (mine.shape, mine.dtype) != (t.shape, t.dtype) or mine.is_pinned() != t.is_cuda:
             mine = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
