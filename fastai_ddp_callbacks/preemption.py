@@ -9,7 +9,7 @@ class Asked:
     """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) between `watch` and `release`, in the main thread.
 
     `by` is the name of the first that came. Handlers of others are called too. A second Ctrl-C interrupts at once."""
-    def __init__(self): self.by,self._before,self._over = None,{},False
+    def __init__(self): self.by,self._before,self._over,self._pid = None,{},False,os.getpid()
 
     def __reduce__(self): return Asked,()
 
@@ -24,6 +24,9 @@ class Asked:
             if signal.getsignal(number) == self._note: signal.signal(number, before) # else whoever has come on top will give it back to us
 
     def _note(self, number, frame):
+        if os.getpid() != self._pid: # a data loader's worker, which has our handlers and is told by its parent when to end
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.SIG_IGN)
+            return signal.raise_signal(number)
         again,name,before = self.by,signal.Signals(number).name,self._before.get(number)
         if self._over:
             signal.signal(number, before)

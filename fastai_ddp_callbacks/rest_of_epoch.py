@@ -5,6 +5,7 @@ from typing import NamedTuple
 from fastai.distributed import DistributedDL
 
 from .distributed import rank, world_size
+from .training_state import restore_own
 
 __all__ = ['Stage', 'left', 'train_on_rest']
 
@@ -24,10 +25,12 @@ def left(
     """What is left of an epoch, as `DistributedDL` would go on with it: each rank has a run of the order to itself, and
     its first samples make up for what is missing to equal runs. With as many ranks as before, each goes on with its own."""
     rest = [(o, False) for o in idxs]
-    for stage in stages:
+    for i,stage in enumerate(stages):
+        if i and stage.world_size != stages[i-1].world_size: rest = [o for o in rest if not o[1]]
         rest = _even(rest, stage.world_size)
         run,done = len(rest)//stage.world_size,stage.bs*stage.batches
         rest = [o for i,o in enumerate(rest) if i%run >= done]
+    if stages and size != stages[-1].world_size: rest = [o for o in rest if not o[1]]
     return _even(rest, size)
 
 def _even(rest, size):
@@ -40,7 +43,7 @@ def _even(rest, size):
 def train_on_rest(
     learn, # in the training part of an epoch
     stages:list, # the `Stage`s that are over
-    order, # state of the loader's random generator when the epoch began
+    order, # random states when the epoch began
     begin, # called when the samples are known, before the first is loaded: brings back the random states
 ) -> None:
     "What `learn.all_batches` does, for the rest of the epoch."
@@ -62,7 +65,8 @@ def train_on_rest(
     def batches(samples):
         if alone: begin()
         yield from create_batches(samples)
-    base.rng.setstate(order)
+    restore_own(learn, order)
+    before = {k:vars(dl)[k] for k in ('get_idxs', 'create_batches') if k in vars(dl)}
     dl.get_idxs,dl.create_batches,dl.batches_left = rest,batches,0
     try:
         i = None
@@ -70,4 +74,6 @@ def train_on_rest(
             if i is None: i = sum(o.batches for o in stages) if same else max(0, learn.n_iter-dl.batches_left)
             learn.one_batch(i, b)
             i += 1
-    finally: del dl.get_idxs,dl.create_batches,dl.batches_left
+    finally:
+        del dl.get_idxs,dl.create_batches,dl.batches_left
+        for k,f in before.items(): setattr(dl, k, f)

@@ -1,6 +1,6 @@
 "fastai 2: a fit that was killed goes on where its last whole checkpoint was."
 from __future__ import annotations
-import signal, sys, time
+import sys, time
 from functools import partial
 from importlib.metadata import version
 
@@ -16,8 +16,7 @@ from .loading import load_everywhere
 from .preemption import Asked
 from .resume_files import ResumeFiles, progress
 from .rest_of_epoch import Stage, train_on_rest
-from .random_state import nested
-from .training_state import loaders, number, own_state, restore_own, restore_shared, shared_state
+from .training_state import check_kind, number, own_state, restore_own, restore_shared, shared_state
 from .weights import model_state, plain, size_of
 from .writer import Writer
 
@@ -51,7 +50,7 @@ class DDPResumeCallback(Callback):
             if v is not None and v <= 0 or v is None and k == 'keep': raise ValueError(f'DDPResumeCallback({k}={v!r}): a number above 0 is needed.')
         self.every_epoch,self.every_batches,self.every_minutes,self.keep = every_epoch,every_batches,every_minutes,keep
         self.fname,self.resume,self.background,self.exit_status = fname,resume,background,exit_status
-        self._fits,self._active,self._files,self._writer,self._asked = 0,False,None,Writer(),Asked()
+        self._fits,self._active,self._trained,self._within,self._files,self._writer,self._asked = 0,False,False,0,None,Writer(),Asked()
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
@@ -63,9 +62,12 @@ class DDPResumeCallback(Callback):
 
     def before_fit(self):
         self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        if not self.run or self._active or not _in_fit(self.learn): return # `validate` begins with this event too
+        frame = _in_fit(self.learn)
+        if self._active and frame is not self._frame: self._leave() # an earlier fit has raised, and no event told of it
+        self._within += self._active # `validate` within a fit
+        if not self.run or self._active or not frame: return # `validate` begins with this event too
         self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
-        self._warm = False
+        self._warm,self._frame = False,frame
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
         name = self.fname if not self._fits else f'{self.fname}-{self._fits+1}'
         self._files = ResumeFiles(self.learn.path/self.learn.model_dir, name, self.keep)
@@ -82,8 +84,8 @@ class DDPResumeCallback(Callback):
     def _go_on(self, path, checksum, meta):
         "Bring everything back to where it was."
         kept = {}
-        def also(rest): kept.update(rest)
-        try: load_everywhere(self.learn.model, path, checksum, also)
+        def fits(rest): check_kind(self.learn, rest['opt'], rest['training'])
+        try: load_everywhere(self.learn.model, path, checksum, kept.update, fits)
         except MismatchedCheckpointError as e: raise ValueError(f"{e} It belongs to another model: give this fit another fname, or resume='never' to start anew.") from e
         state = self._state = kept['training']
         with together(f'resume from {path}'):
@@ -94,15 +96,15 @@ class DDPResumeCallback(Callback):
         bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
         if bar: bar.update(0) # its beginning, which only epoch 0 would be
         for row in self._rows: self.learn.logger(row)
+        self._with = self.learn._with_events
+        self.learn._with_events = self._skipping # in the instance, over what `ddp_ctx` may have put there
+        if not self._stages: self._bring_back_random_states()
         if self._finished: return say(f'{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.')
         say(f'Going on after {progress(meta)}, with {path}.')
         if world_size() != len(state['ranks']):
             say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: batches and random numbers will not be those of a fit that was '
                 'not interrupted.', warn=True)
-        self._with = self.learn._with_events
-        self.learn._with_events = self._skipping # in the instance, over what `ddp_ctx` may have put there
         self._warm = world_size() > 2 and isinstance(self.learn.model, DistributedDataParallel) and not next(self.learn.model.parameters()).is_cuda
-        if not self._stages: self._bring_back_random_states()
 
     def _bring_back_random_states(self):
         "This rank's own, as far as there was such a rank."
@@ -116,15 +118,16 @@ class DDPResumeCallback(Callback):
     # -- in the fit
 
     def before_epoch(self):
-        if not self._active: return
+        if not self._active or self._within: return
+        vars(self.learn).pop('all_batches', None) # of an epoch that was cancelled
         self._trained,self._rest = False,self._stages and self.epoch == self._first
-        if self._rest: self.learn.all_batches = partial(train_on_rest, self.learn, list(self._stages), nested(self._state['order']), self._bring_back_random_states)
+        if self._rest: self.learn.all_batches = partial(train_on_rest, self.learn, list(self._stages), self._state['order'], self._bring_back_random_states)
         else: self._stages = []
 
     def before_train(self):
         if not self._active: return
         if self._rest: self.learn.pct_train,self._order = self._state['pct_train'],self._state['order']
-        else: self._order = plain(loaders(self.learn)[0].rng.getstate())
+        else: self._order = own_state(self.learn)
         self._begin = None # of what this process trains in this epoch
 
     def before_batch(self):
@@ -170,7 +173,7 @@ class DDPResumeCallback(Callback):
         self._rest,self._stages,self._state = False,[],None
 
     def after_epoch(self):
-        if not self._active or not self._trained: return
+        if not self._active or self._within or not self._trained: return
         self._rows.append([number(o) for o in self.recorder.log])
         if self._epoch_due() and self._save(self.epoch+1, 0): self._go()
 
@@ -179,11 +182,14 @@ class DDPResumeCallback(Callback):
     def after_fit(self):
         "Save what the fit came to, and remember that it has."
         if not self._active: return
-        if not self._finished: self._save(self.n_epoch, 0, finished=True)
+        if self._within:
+            self._within -= 1
+            return
+        if len(self._rows) < len(self.recorder.values): self._rows.append([number(o) for o in self.recorder.log]) # early stopping came first
+        told = not self._finished and self._save(self.n_epoch, 0, finished=True)
         self._fits += 1
-        asked = self._asked.by
         self._leave()
-        if asked: signal.raise_signal(getattr(signal, asked)) # it came too late for this fit, but not for what follows
+        if told: self._go()
 
     # -- saving and leaving
 
@@ -214,7 +220,7 @@ class DDPResumeCallback(Callback):
     def _leave(self):
         "What a fit leaves behind on the learner, and elsewhere."
         if not self._active: return
-        self._active,self._state,self._with = False,None,None
+        self._active,self._within,self._state,self._with,self._frame = False,0,None,None,None
         (learn,with_events),self._changed = self._changed,None
         for name,before in (('_with_events', with_events), ('all_batches', None)):
             vars(learn).pop(name, None)
@@ -228,4 +234,4 @@ def _in_fit(learn):
     "Whether `fit` is under way. `validate` has the same events up to the first epoch, and nothing else tells."
     f = sys._getframe()
     while f and not (f.f_code is Learner._with_events.__code__ and f.f_locals['event_type'] == 'fit' and f.f_locals['self'] is learn): f = f.f_back
-    return f is not None
+    return f

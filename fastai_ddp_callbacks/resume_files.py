@@ -1,6 +1,6 @@
 "The files from which a fit can go on: the newest whole one is found, a few of them are kept. Rank 0 alone deals with them."
 from __future__ import annotations
-import glob
+import glob, os
 
 from .checkpoint import read_metadata, verify_checkpoint
 from .distributed import say, world_size
@@ -36,7 +36,8 @@ class ResumeFiles:
         self.sequence = max((o['sequence'] for o in metas.values()), default=0)
         if resume == 'never': return None
         path = self._newest_whole(metas, damaged, n_epoch)
-        for e in damaged: say(f'{e} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
+        if path: damaged = [o for o in damaged if os.path.getmtime(o.path) > os.path.getmtime(path)] # of older ones an earlier start has told
+        for o in damaged: say(f'{o} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
         if path is None:
             if resume == 'must': raise CheckpointError(f'There is no whole {self.store.folder/self.name}_*.pth to go on with.', str(self.store.folder))
             return None

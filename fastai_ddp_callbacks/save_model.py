@@ -185,6 +185,9 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def after_fit(self):
         "Load the best model, or save the last one."
+        if self._resumed and not self._training: # nothing was left to train
+            self._start()
+            self._training = True
         trained = self._training
         super().after_fit()
         if not trained: return

@@ -56,7 +56,7 @@ class DDPTrackerCallback(TrackerCallback):
         if self._guessed: say(f'{type(self).__name__}: higher {self.monitor} is taken to be better. Pass comp=np.less if lower is, comp=np.greater '
                               'to say so.', warn=True)
         self.idx,self.new_best,self._guessed = names.index(self.monitor),False,False
-        if self.reset_on_fit or self.best is None: self._forget()
+        if self._resumed or self.reset_on_fit or self.best is None: self._forget()
         if self._resumed: self._resume(self._resumed)
 
     def state_dict(self) -> dict:

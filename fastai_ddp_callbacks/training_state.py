@@ -2,7 +2,7 @@
 from __future__ import annotations
 import math
 
-import torch
+import numpy as np, torch
 from fastai.basics import L
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
@@ -35,13 +35,22 @@ def restore_shared(
     rec,o = learn.recorder,state['recorder']
     rec.values,rec.lrs,rec.iters = [L(v) for v in o['values']],o['lrs'].tolist(),list(o['iters'])
     rec.losses = list(o['losses']) if o['losses'] is not None else []
-    rec.smooth_loss.val,rec.smooth_loss.count = o['smooth_loss'].to(learn.dls.device or 'cpu'),o['count']
+    rec.smooth_loss.val,rec.smooth_loss.count = o['smooth_loss'].to(rec.smooth_loss.val.device),o['count']
     if rec.losses: learn.smooth_loss = rec.losses[-1]
     if rec.values: learn.final_record = rec.values[-1].copy()
     learn.pct_train,learn.train_iter = state['pct_train'],state['train_iter']
     if state['scaler'] and getattr(learn, 'scaler', None): learn.scaler.load_state_dict(state['scaler'])
     for k,cb in _named(learn):
         if k in state['callbacks']: _restore(cb, state['callbacks'][k])
+
+def check_kind(learn, opt, state):
+    "`ValueError` if it is not the state of a fit of this kind; nothing is changed yet."
+    def kind(o): return [sorted(h) for h in o['hypers']] if 'hypers' in o else sorted(o) # fastai's own, or a wrapped one of torch
+    if kind(opt) != kind(learn.opt.state_dict()): raise ValueError('the fit to go on with had another optimizer, or other parameter groups.')
+    for k,cb in _named(learn):
+        was = state['callbacks'].get(k, {})
+        if isinstance(cb, TrackerCallback) and was.get('monitor', cb.monitor) != cb.monitor:
+            raise ValueError(f"{type(cb).__name__}(monitor={cb.monitor!r}): the fit to go on with followed {was['monitor']!r}.")
 
 def _named(learn):
     "Callbacks by class, and by number if there are several of one."
@@ -66,7 +75,10 @@ def _restore(cb, state):
         cb.best = state['best']
         if state['wait'] is not None: cb.wait = state['wait']
 
-def number(o): return o.item() if hasattr(o, 'item') else o if o is None or isinstance(o, (bool, int, float, str)) else math.nan
+def number(o):
+    "What the Recorder has of a metric, in plain types; NaN for what is no number."
+    if isinstance(o, (torch.Tensor, np.ndarray, np.generic)): return o.item() if math.prod(o.shape) == 1 else math.nan
+    return o if o is None or isinstance(o, (bool, int, float, str)) else math.nan
 
 def _numbers(o): return torch.tensor([float(v) for v in o], dtype=torch.float64)
 

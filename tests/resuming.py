@@ -75,7 +75,8 @@ class Signals(Ends):
         if self.training: self._maybe(self.iter)
     def before_validate(self): self._maybe('validation')
     def after_fit(self): self._maybe('end')
-    after_batch = after_epoch = None
+    def after_batch(self): pass
+    def after_epoch(self): pass
 
 class DiesAfter(Callback):
     "Kills the process after so many batches of its own."
