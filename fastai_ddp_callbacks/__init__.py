@@ -4,6 +4,7 @@ The same names under both lines of fastai. What needs fastai is imported when it
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import buckets, checkpoint, distributed, errors, weights
 from .buckets import *
@@ -12,14 +13,21 @@ from .distributed import *
 from .errors import *
 from .weights import *
 
+if TYPE_CHECKING: # what `__getattr__` brings, for editors
+    from .context import *
+    from .resume import *
+    from .save_model import *
+    from .stop import *
+    from .tracker import *
+
 __version__ = '0.1.0'
 
+_BOTH = dict(plot_timeline='timeline', waits_by_name='timeline', waits_by_rank='timeline')
 _V2 = dict(DDPTrackerCallback='tracker', DDPEarlyStoppingCallback='tracker', DDPReduceLROnPlateau='tracker', DDPSaveModelCallback='save_model',
-           DDPTerminateOnNaNCallback='stop', DDPStopCallback='stop', DDPResumeCallback='resume',
-           ddp_ctx='context')
-_V1 = dict.fromkeys((*(o for o in _V2 if o != 'DDPStopCallback'), 'DDPReduceLROnPlateauCallback'), 'fastai1') | dict(DDPResumeCallback='resume1')
+           DDPTerminateOnNaNCallback='stop', DDPStopCallback='stop', DDPResumeCallback='resume', ddp_ctx='context', **_BOTH)
+_V1 = dict.fromkeys((*(o for o in _V2 if o != 'DDPStopCallback'), 'DDPReduceLROnPlateauCallback'), 'fastai1') | dict(DDPResumeCallback='resume1', **_BOTH)
 _fastai = find_spec('fastai') # not imported by this
-_callbacks = _V1 if _fastai and not any(Path(o, 'learner.py').exists() for o in _fastai.submodule_search_locations) else _V2
+_callbacks = _V1 if _fastai and not any(Path(o, 'learner.py').exists() for o in _fastai.submodule_search_locations or ()) else _V2
 
 __all__ = [*errors.__all__, *distributed.__all__, *buckets.__all__, *checkpoint.__all__, *weights.__all__, *_callbacks]
 

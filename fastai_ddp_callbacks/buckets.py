@@ -6,6 +6,7 @@ import torch
 
 from .control import INT
 from .distributed import _INTERNAL, _call, _Meeting, rank, reports_failure
+from .progress import Progress
 
 __all__ = ['broadcast_tensors']
 
@@ -29,12 +30,15 @@ def broadcast_tensors(
     if len(set(sizes)) > 1: raise ValueError(f'{meeting.place}: the tensors of the ranks have {", ".join(map(str, sizes))} bytes.')
     flat = [o if o.is_contiguous() else o.contiguous() for o in (o.detach() for o in tensors)] # a copy of those with gaps
     pieces = [(o, i, min(i+_BUCKET, o.nbytes)) for o in flat for i in range(0, o.nbytes, _BUCKET)]
-    with reports_failure(meeting.place):
+    sent = 0
+    with reports_failure(meeting.place), Progress(f'sending {name or "tensors"}') as bar:
         for bucket in _gathered(pieces):
             data = torch.empty(sum(j-i for _,i,j in bucket), dtype=torch.uint8)
             if rank() == src: _through(bucket, data, lambda part,piece: piece.copy_(part))
             meeting.control.spread(data, src, meeting.place, meeting.timeout)
             if rank() != src: _through(bucket, data, lambda part,piece: part.copy_(piece))
+            sent += data.numel()
+            bar.update(sent, sizes[src])
     if rank() != src:
         for t,o in zip(tensors, flat):
             if not t.is_contiguous(): t.detach().copy_(o)

@@ -5,6 +5,7 @@ they ignore: ours holds the metadata as JSON and a checksum over every byte befo
 from __future__ import annotations
 import ctypes, errno, json, mmap, os, re, secrets, struct, sys, threading, time, warnings, zipfile
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -13,7 +14,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from .errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, NewerCheckpointError, UnsafeCheckpointError
 from .process import alive, host, lives
+from .progress import Progress
 from .safety import allowed, refuse_inflating, refuse_unsafe
+from .weights import size_of
 
 __all__ = ['write_checkpoint', 'read_checkpoint', 'verify_checkpoint', 'read_metadata']
 
@@ -42,11 +45,11 @@ def write_checkpoint(
         temporary,file = _open_beside(path)
     except OSError as e: raise write_error(e, path) from e
     try:
-        with file:
+        with file, Progress(f'saving {path.name}') as bar:
             _sweep(path.parent, os.fstat(file.fileno()).st_mtime)
             if path.exists():
                 with suppress(OSError): os.fchmod(file.fileno(), path.stat().st_mode & 0o777) # some network disks do not allow it
-            out = _Sealed(file)
+            out = _Sealed(file, partial(bar.update, total=size_of(state)))
             with _no_crc(): _save(state, out)
             meta['checksum'] = out.seal(meta)
             file.flush()
@@ -133,7 +136,7 @@ _libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
 
 class _Sealed:
     "The file object that `torch.save` writes to: hashes what goes by, and ends it with our comment."
-    def __init__(self, file): self.file,self.hash,self.held,self.error,self.written,self.started = file,xxhash.xxh3_128(),bytearray(),None,0,0
+    def __init__(self, file, progress): self.file,self.progress,self.hash,self.held,self.error,self.written,self.started = file,progress,xxhash.xxh3_128(),bytearray(),None,0,0
 
     def write(self, data):
         data = memoryview(data).cast('B')
@@ -166,6 +169,7 @@ class _Sealed:
         if self.written - self.started >= _PIECE: # the disk works on this while we go on
             _start_writing(self.file.fileno(), self.started, self.written-self.started)
             self.started = self.written
+        self.progress(self.written)
 
     def flush(self): pass # torch calls it; the file has no buffer
 
@@ -212,7 +216,8 @@ def read_checkpoint(
         if checksum is not None and (meta is None or meta['checksum'] != checksum):
             raise CheckpointError(f'{path} is not the file that this run saved: something else has written it since. '
                                   'Give each run a folder or a file name of its own.', path)
-        if verify and meta is not None: _verify(f, meta, path)
+        if verify and meta is not None:
+            with Progress(f'verifying {Path(path).name}') as bar: _verify(f, meta, path, bar.update)
         if meta is None: warnings.warn(f'{path} has no checksum (it was not written by this package): loaded without verification.', stacklevel=2)
         f.seek(0)
         zipped = f.read(2) == b'PK'
@@ -266,4 +271,3 @@ def _verify(f, meta, path, progress=None):
             seen.update(view[i:min(i+(1<<24), n)])
             if progress: progress(min(i+(1<<24), n), n)
     if seen.hexdigest() != meta['checksum']: raise CorruptCheckpointError(f'{path} is corrupt: its bytes do not match its checksum. Use an earlier checkpoint.', path)
-

@@ -1,5 +1,6 @@
 "fastai 2: train a learner in DDP, on GPUs or on the CPU, and leave it as it was."
 from __future__ import annotations
+import time
 from contextlib import contextmanager
 from copy import deepcopy
 
@@ -11,9 +12,10 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import delegates, get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from .distributed import rank, reports_failure, world_size
+from .distributed import rank, reports_failure, say, world_size
 from .environment import process_group
 from .metrics import ExactAverages
+from .timeline import straggler_line
 
 __all__ = ['ddp_ctx']
 
@@ -124,16 +126,20 @@ def _distributed(learn, trainer):
 
 @contextmanager
 def _watched(learn, undo):
-    "Tell of a fit that ends by an exception, of which no event tells."
+    "Tell of a fit that ends by an exception, of which no event tells; and who kept the others waiting in one that ends well."
     with_events,own = learn._with_events,vars(learn).get('_with_events')
     def watched(f, event_type, *args, **kwargs):
-        try: return with_events(f, event_type, *args, **kwargs)
+        if event_type != 'fit': return with_events(f, event_type, *args, **kwargs)
+        begun = time.time_ns()
+        try: res = with_events(f, event_type, *args, **kwargs)
         except BaseException:
-            if event_type == 'fit':
-                undo()
-                for cb in learn.cbs:
-                    if hasattr(type(cb), 'fit_failed'): cb.fit_failed()
+            undo()
+            for cb in learn.cbs:
+                if hasattr(type(cb), 'fit_failed'): cb.fit_failed()
             raise
+        line = straggler_line(begun, time.time_ns())
+        if line: say(line)
+        return res
     learn._with_events = watched
     try: yield
     finally:

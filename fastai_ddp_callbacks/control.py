@@ -98,9 +98,10 @@ class Control:
         "Meet all ranks at `place`. Raises on every rank if one has failed, is elsewhere, or does not come."
         # A rank that has failed does not wait for those who are late: after half a second it leaves a note instead.
         deadline = time.monotonic() + (timeout if failure is None else min(timeout/2, 0.5))
+        came = time.time_ns() # before the group is made, which waits for all ranks too
         with self._waiting(place, failure):
             self._join(place, timeout, deadline)
-            row = Row(_hash(place.call), FAILED if failure else kind, bits, time.time_ns(), data if len(data) <= self.inline else b'')
+            row = Row(_hash(place.call), FAILED if failure else kind, bits, came, data if len(data) <= self.inline else b'')
             rows = self._exchange(_HEAD.pack(*row[:4]) + row.data.ljust(self.inline, b'\0'), place, timeout, deadline)
             table = [self._row(o) for o in rows]
             self._met(place)

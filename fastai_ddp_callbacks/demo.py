@@ -21,7 +21,7 @@ from .errors import CheckpointError
 
 __all__ = ['main', 'add_arguments', 'run', 'judge']
 
-FNAME = 'digits' # of the saved model
+FNAME,PICTURE = 'digits','timeline.png' # of the saved model, without its suffix; of the picture
 TRAINED,SAVED,WANTS,LOADED,FAILED = 'trained the last epoch','saved','wants to load','loaded','failed'
 _WEIGHTS,_STARTED = 'weights','started' # notes for the parent, no lines of their own
 
@@ -63,11 +63,14 @@ class Race:
             # a short limit, so that a rank which waits in vain for another one says so and does not hang
             if self.size > 1: dist.init_process_group('gloo' if self.device == 'cpu' else 'nccl', timeout=timedelta(seconds=self.args.delay+45))
             train(self)
+            if self.size > 1 and not self.args.stock: self.draw()
         except Exception as e: # noted, not raised: the launcher would kill the other ranks, and nobody knew what becomes of them
             self.note(FAILED, error=f'{type(e).__name__}: {str(e).strip() or "without a message"}')
             if not self.args.stock: traceback.print_exc()
         self.note(_WEIGHTS, digest=_digest(self.model.state_dict()))
         if dist.is_initialized(): dist.destroy_process_group()
+
+    def draw(self): import_module('.timeline', __package__).plot_timeline(Path(self.args.path)/PICTURE) # it imports fastai, which the parent does without
 
 
 def _cnn():
@@ -108,20 +111,25 @@ def run(args) -> int:
     "Start the ranks, wait for them, report; gives the exit status."
     folder = Path(args.path or tempfile.mkdtemp(prefix='fastai-ddp-demo-')).absolute()
     saved = folder/'models'/f'{FNAME}.pth'
-    saved.unlink(missing_ok=True) # an old run must not hide the race
+    for o in saved,folder/PICTURE: o.unlink(missing_ok=True) # an old run must not hide the race
     print(_INTRO.format(ranks=_count(args.ranks, 'rank'), epochs=_count(args.epochs, 'epoch'), delay=args.delay,
-                        who="fastai's own SaveModelCallback" if args.stock else 'DDPSaveModelCallback'), flush=True)
+                        who="fastai's own SaveModelCallback" if args.stock else 'DDPSaveModelCallback'), file=sys.stderr if args.json else sys.stdout, flush=True)
     with tempfile.TemporaryDirectory(prefix='fastai-ddp-notes-') as notes:
         try: ended = _launch(args, folder, notes)
         except KeyboardInterrupt:
             print('interrupted: all ranks have been stopped', file=sys.stderr)
             return 128+signal.SIGINT
         notes = _read_notes(notes)
+    digest = _digest_of_file(saved)
+    problems,evidence = judge(notes, args.ranks, digest)
+    if ended: problems.insert(0, ended)
+    if args.json:
+        print(json.dumps(dict(holds=not problems, problems=problems, stock=args.stock, ranks=_figures(notes), weights=digest,
+                              saved=str(saved) if saved.exists() else None)), flush=True)
+        return 1 if problems else 0
     print()
     for o in notes:
         if o['what'] not in (_STARTED, _WEIGHTS): print(f"{_clock(o['time'])}  rank {o['rank']}  {o['what']}{': '+_short(o['error']) if 'error' in o else ''}")
-    problems,evidence = judge(notes, args.ranks, _digest_of_file(saved))
-    if ended: problems.insert(0, ended)
     print('\nVerdict: ' + ('does not hold.' if problems else
           'holds. No rank loaded before the save was complete, and every rank has the weights of the file.'))
     for o in problems: print(f'  {o}')
@@ -129,6 +137,7 @@ def run(args) -> int:
         print('  The barrier inside Learner.load of fastai 2 covers this race. It does not cover at_end=True, nor a save that fails on rank 0.')
     print('Evidence:')
     for o in evidence: print(f'  {o}')
+    if (folder/PICTURE).exists(): print(f'Who waited for whom: {folder/PICTURE}')
     print(f'Saved model: {saved}' if saved.exists() else f'No model was saved as {saved}', flush=True)
     return 1 if problems else 0
 
@@ -161,6 +170,13 @@ def judge(
     evidence.append(f'weights in the file  {saved or "no file"}')
     return problems,evidence
 
+def _figures(notes):
+    "By rank: when it did what, in s since the epoch, or its error; and its weights at the end."
+    res,keys = {},{TRAINED:'trained', WANTS:'wants', SAVED:'saved', LOADED:'loaded', FAILED:'failed', _WEIGHTS:'weights'}
+    for o in notes:
+        if o['what'] in keys: res.setdefault(o['rank'], {})[keys[o['what']]] = o.get('error') or o.get('digest') or o['time']
+    return res
+
 def _launch(args, folder, notes):
     "Run the ranks; gives what was wrong with that as a whole, or None."
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', args.ranks, '-m', 'fastai_ddp_callbacks.demo',
@@ -168,7 +184,8 @@ def _launch(args, folder, notes):
     limit = 90 + 10*args.ranks + 5*args.epochs + 2*args.delay
     with _termination_raises():
         # a session of its own: Ctrl-C comes to us alone, and we end the ranks
-        launcher = subprocess.Popen([*map(str, command)], env={'OMP_NUM_THREADS':'1', **os.environ}, start_new_session=True)
+        launcher = subprocess.Popen([*map(str, command)], env={'OMP_NUM_THREADS':'1', **os.environ}, start_new_session=True,
+                                    stdout=sys.stderr if args.json else None)
         try: code = launcher.wait(limit)
         except subprocess.TimeoutExpired: return f'The ranks had not ended after {limit:g} s, and were stopped.'
         finally: _end(launcher, notes)
@@ -213,6 +230,7 @@ def add_arguments(parser) -> None:
     parser.add_argument('--delay', type=_number(float, 0, 600), default=3., metavar='S', help='seconds that rank 0 sleeps before it saves (default 3)')
     parser.add_argument('--path', type=_folder, metavar='DIR', help='folder for the model (default: a new temporary one, which is kept)')
     parser.add_argument('--stock', action='store_true', help="use fastai's own SaveModelCallback, to see what that does")
+    parser.add_argument('--json', action='store_true', help='print the figures as JSON; what the ranks say goes to the error output')
 
 def _number(kind, low, high):
     def number(text):

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from .checkpoint import read_metadata, verify_checkpoint
 from .errors import CheckpointError, CorruptCheckpointError, NewerCheckpointError
+from .resume_files import progress
 
 __all__ = ['ls_arguments', 'ls', 'verify_arguments', 'verify', 'show_arguments', 'show']
 
@@ -45,10 +46,15 @@ def show(args) -> int:
     else:
         _print(f"{_word(o['name'])}: {_state(o)}, {_size(o['size'])}")
         meta = o['metadata'] or {} # a step to the right of the state, which only we may tell
+        if meta.get('resume') and o['state'] == 'whole': _print(f'  a fit goes on with it after {_progress(meta)}')
         if not meta: _print('  no metadata' + (': this package did not write it' if o['state'] == 'no checksum' else ''))
         width = min(max((len(_word(k)) for k in meta), default=0), 20)
         for k,v in meta.items(): _print(f'  {_word(k):<{width}}  {_clock(v) if k == "time" and _is_time(v) else _word(v)}')
     return _status([o])
+
+def _progress(meta):
+    told = all(type(meta.get(k)) is int for k in ('epoch', 'n_epoch', 'batch', 'n_iter')) and 'finished' in meta
+    return progress(meta) if told else 'a moment that it does not say'
 
 _NONE = 'No checkpoints (*.pth) in {}.'
 

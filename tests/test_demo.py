@@ -1,5 +1,6 @@
 "The demonstration: what it shows, and that it says so when it goes wrong."
-import re, signal, subprocess, sys, time
+import json, re, signal, subprocess, sys, time
+from pathlib import Path
 
 import psutil, pytest, torch
 
@@ -66,6 +67,14 @@ def test_one_rank_from_the_command_line(tmp_path):
     status,out,err = finish(start(tmp_path, 'demo', '--ranks', '1', '--epochs', '1', '--delay', '0', module='cli'))
     assert status == 0, out+err
     assert [what for _,what in events(out)] == ['trained the last epoch', 'saved', 'wants to load', 'loaded']
+
+def test_with_json_the_output_is_the_figures_and_nothing_else(tmp_path):
+    status,out,err = finish(start(tmp_path, 'demo', '--json', '--ranks', '1', '--epochs', '1', '--delay', '0', module='cli'))
+    figures = json.loads(out)
+    assert status == 0 and figures['holds'] and not figures['problems'], out+err
+    one = figures['ranks']['0']
+    assert one['trained'] <= one['saved'] <= one['wants'] <= one['loaded'] and one['weights'] == figures['weights']
+    assert Path(figures['saved']).exists() and 'train_loss' in err
 
 def test_the_stock_callback_is_reported_on_honestly(tmp_path):
     status,out,err = finish(start(tmp_path, '--stock', '--ranks', '2', '--epochs', '1', '--delay', '0.5', '--path', str(tmp_path)))

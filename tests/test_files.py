@@ -284,14 +284,14 @@ def test_a_name_with_spaces_adds_no_columns(told, tmp_path):
 @pytest.mark.parametrize('meta', [
     dict(epoch='three', monitor=None, value=None, run=None, time=None), dict(epoch=[1, [2]], monitor={'a':1}, value=float('nan'), run=7, time='now'),
     dict(epoch=10**400, monitor='m'*3000, value=1e300, run='', time=float('nan')), dict(epoch=True, monitor='', value='0.1', run=[], time=1e300),
-    dict(time=-float('inf')), dict(time=10**400), dict(time=-5), dict(time=1e10), [], [[1, 2]], [[None, 2]]])
+    dict(time=-float('inf')), dict(time=10**400), dict(time=-5), dict(time=1e10), dict(resume='x', n_epoch='a\n', epoch=2, batch=0, finished=False)])
 def test_metadata_of_odd_types_are_shown_as_they_are(meta, told, tmp_path):
     path = with_text(tmp_path/'odd.pth', json.dumps(meta).encode())
     for args in ('ls', tmp_path),('verify', path),('show', path),('ls', tmp_path, '--json'),('show', path, '--json'):
         assert told(*args)[0] == 0
     assert all(len(o) < 200 for o in told('ls', tmp_path)[1].splitlines())
 
-@pytest.mark.parametrize('text', [b'', b'7', b'null', b'"text"', b'\xff\xfe', b'{"a":', b'[1]', b'{"a":'+b'9'*9999+b'}', b'['*65000])
+@pytest.mark.parametrize('text', [b'', b'7', b'null', b'"text"', b'\xff\xfe', b'{"a":', b'[]', b'[1]', b'[[1, 2]]', b'{"a":'+b'9'*9999+b'}', b'['*65000])
 def test_metadata_that_are_none_make_a_damaged_file(text, told, tmp_path):
     path = with_text(tmp_path/'odd.pth', text)
     for args in ('ls', tmp_path),('verify', path),('show', path),('show', path, '--json'):
@@ -374,3 +374,11 @@ def test_ctrl_c_ends_quietly(tmp_path, monkeypatch, told):
     path = model(tmp_path, 1)
     monkeypatch.setattr(files, 'verify_checkpoint', interrupted)
     assert told('verify', path) == (130, '', '')
+
+def test_show_tells_where_a_fit_would_go_on(tmp_path, capsys):
+    meta = dict(resume='resume', sequence=3, epoch=2, batch=0, n_iter=10, n_epoch=5, iteration=20, finished=False)
+    write_checkpoint({'model':{}}, tmp_path/'a.pth', meta)
+    write_checkpoint({'model':{}}, tmp_path/'b.pth', dict(meta, batch=4))
+    write_checkpoint({'model':{}}, tmp_path/'c.pth', dict(resume='resume'))
+    for name,text in (('a', 'after 2 of 5 epochs'), ('b', 'after batch 4 of 10 in epoch 2'), ('c', 'does not say')):
+        assert main(['show', str(tmp_path/f'{name}.pth')]) == 0 and text in capsys.readouterr().out
