@@ -110,13 +110,22 @@ def _sync_folder(folder):
         if e.errno != errno.EINVAL: raise # some network disks know no such thing
     finally: os.close(fd)
 
+_counting = threading.Lock()
+
 @contextmanager
 def _no_crc():
     "torch's own CRC is never checked by `torch.load`; our checksum takes its place at a tenth of the time."
+    # The option is the process's, in torch 2.8: two threads would restore each other's. Whoever does not get it lets torch count,
+    # which is slower but never waits for a thread that a signal has stopped.
+    if not _counting.acquire(timeout=1):
+        yield
+        return
     before = get_crc32_options()
     set_crc32_options(False)
     try: yield
-    finally: set_crc32_options(before)
+    finally:
+        set_crc32_options(before)
+        _counting.release()
 
 def _save(state, out):
     try: torch.save(state, out)

@@ -2,22 +2,24 @@
 from __future__ import annotations
 import argparse, os, sys
 
-from . import __version__, demo, files
+from . import __version__, demo, doctor, files
 
 __all__ = ['main']
 
-_COMMANDS = dict(demo=(demo.add_arguments, demo.run, 'show that no rank loads the best model before rank 0 has saved it'),
-                 ls=(files.ls_arguments, files.ls, 'list the checkpoints in a folder, each one read and verified'),
-                 verify=(files.verify_arguments, files.verify, 'read checkpoints and compare their checksums'),
-                 show=(files.show_arguments, files.show, 'show what a checkpoint says of itself, and whether it is whole'))
 _CHECKS = ' The exit status is 0, or 1 if a file is damaged or cannot be read, 2 if a path is missing. Nothing in a file is executed.'
+_DOCTOR = ' Alone, or on every rank: torchrun --nproc_per_node=N -m fastai_ddp_callbacks.cli doctor. The exit status is 0, or 1 if there is a problem.'
+_COMMANDS = dict(demo=(demo.add_arguments, demo.run, 'show that no rank loads the best model before rank 0 has saved it', ''),
+                 ls=(files.ls_arguments, files.ls, 'list the checkpoints in a folder, each one read and verified', _CHECKS),
+                 verify=(files.verify_arguments, files.verify, 'read checkpoints and compare their checksums', _CHECKS),
+                 show=(files.show_arguments, files.show, 'show what a checkpoint says of itself, and whether it is whole', _CHECKS),
+                 doctor=(doctor.add_arguments, doctor.run, 'look for what goes wrong in practice: launcher, devices, network, disks, clocks, versions', _DOCTOR))
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog='fastai-ddp', description='fastai callbacks that are right under DistributedDataParallel.')
     parser.add_argument('--version', action='version', version=f'fastai_ddp_callbacks {__version__}')
     commands = parser.add_subparsers(title='commands', required=True, dest='command', metavar='COMMAND')
-    for name,(add_arguments,run,text) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.{"" if run is demo.run else _CHECKS}')
+    for name,(add_arguments,run,text,more) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.{more}')
         add_arguments(command)
         command.set_defaults(run=run)
     args = parser.parse_args(argv)

@@ -398,4 +398,3 @@ def _agreed_leader(meeting):
     local = [o.bits for o in meeting.control.meet(meeting.place, meeting.timeout, INT, _local_rank())]
     if all(0 <= o <= r and local[r-o] == 0 for r,o in enumerate(local)): return meeting.control.rank-local[meeting.control.rank]
     return meeting.control.node(meeting.place, meeting.timeout)[0]
-

@@ -13,7 +13,7 @@ def random_state() -> dict:
     "Those of Python, numpy, torch, and of the GPU in use."
     name,keys,*rest = np.random.get_state(legacy=True)
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-    return dict(python=plain(random.getstate()), numpy=[name, torch.from_numpy(keys.astype(np.int64)), *rest], torch=torch.get_rng_state(), cuda=cuda)
+    return dict(python=plain(random.getstate()), numpy=[name, torch.from_numpy(np.asarray(keys, np.int64)), *rest], torch=torch.get_rng_state(), cuda=cuda)
 
 def restore_random(
     state:dict # as `random_state` gave it

@@ -48,6 +48,7 @@ def train_on_rest(
 ) -> None:
     "What `learn.all_batches` does, for the rest of the epoch."
     dl = learn.dl
+    if not hasattr(type(dl), 'get_idxs'): return _train_on_later(learn, stages, order, begin)
     base = dl.dl if isinstance(dl, DistributedDL) else dl
     learn.n_iter,alone = len(dl),dl.fake_l.num_workers == 0 # then samples are loaded here, and use this process's random states
     size = world_size() if base is not dl else 1
@@ -77,3 +78,11 @@ def train_on_rest(
     finally:
         del dl.get_idxs,dl.create_batches,dl.batches_left
         for k,f in before.items(): setattr(dl, k, f)
+
+def _train_on_later(learn, stages, order, begin):
+    "The same with a loader of torch, whose first batches are loaded and passed over."
+    restore_own(learn, order)
+    learn.n_iter,over = len(learn.dl),sum(o.batches for o in stages)
+    for i,b in enumerate(learn.dl):
+        if i >= over: learn.one_batch(i, b)
+        elif i == over-1: begin()

@@ -32,7 +32,8 @@ class DDPResumeCallback(Callback):
     save after the same batch, within about a second and the time of a batch and a save, and leave by `Preempted` (a
     `SystemExit`); in the midst of validation, after it. A fit that has come to its end is not trained again: its weights are
     loaded. `CheckpointError` on all ranks if there is nothing whole and `resume='must'`; `ValueError` if what is there
-    belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two."""
+    belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two. In the midst of an epoch
+    gradients that are accumulated over batches are not saved: the steps that they would make differ then."""
     order,run_valid = 90,False # after all that is to be saved has seen the epoch
 
     def __init__(self,
@@ -55,6 +56,8 @@ class DDPResumeCallback(Callback):
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
         if name == 'learn' and value is None: self._leave() # the fit that this was given to is over, whether well or not
+
+    def __getstate__(self): return dict(vars(self), _active=False, _frame=None, _with=None, _changed=None, _state=None) # a copy is in no fit
 
     def fit_failed(self): self._leave() # `ddp_ctx` tells, for one that stays on the learner
 
@@ -196,7 +199,7 @@ class DDPResumeCallback(Callback):
     def _save(self, epoch, batch, finished=False) -> bool:
         "Whether any rank has been told to leave."
         told = all_gather((bool(self._asked.by), own_state(self.learn)), 'random states')
-        stages = [*map(list, self._stages), [world_size(), self.dl.bs, batch-self._begin]] if batch else []
+        stages = [*map(list, self._stages), [world_size(), getattr(self.dl, 'bs', 1), batch-self._begin]] if batch else []
         state = dict(shared_state(self.learn), epoch=epoch, rows=self._rows, order=self._order if batch else None, stages=stages, ranks=[o for _,o in told])
         run_on_main(self._write, (state, epoch, batch, finished))
         self._saved_at = time.monotonic()

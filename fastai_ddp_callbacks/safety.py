@@ -39,7 +39,7 @@ def refuse_inflating(
 ):
     "`CorruptCheckpointError` or `UnpicklingError` for what torch would make more memory of than the file has bytes."
     if not zipped:
-        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data: found = _BYTEARRAY.search(data)
+        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data: found = bool(_BYTEARRAY.search(data))
     else: found = any(_BYTEARRAY.search(o) for o in _pickles(f, path))
     if found: raise UnpicklingError('a bytearray') # torch allows it, with a size; nothing that is saved needs it
 

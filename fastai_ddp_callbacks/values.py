@@ -1,6 +1,7 @@
 "One number per rank: how it travels in a row, and how those of all ranks become one."
 from __future__ import annotations
 import math, struct
+from typing import Any
 
 from .control import BOOL, FLOAT, INT, NOTHING
 
@@ -34,4 +35,4 @@ def _mean(values):
     return math.fsum(o/len(values) for o in values) if math.isinf(sum(map(float, values))) else math.fsum(values)/len(values)
 
 REDUCTIONS = 'mean','main','min','max' # those of `agree` that make a number of numbers
-REDUCERS = {'mean':_mean, 'main':None, 'min':min, 'max':max, 'any':any, 'all':all}
+REDUCERS:dict[str, Any] = {'mean':_mean, 'main':None, 'min':min, 'max':max, 'any':any, 'all':all}

@@ -2,7 +2,7 @@
 from __future__ import annotations
 import hashlib, time
 
-import torch, torch.distributed as dist
+import torch.distributed as dist
 from fastai.basics import Callback, set_seed
 from fastai.test_utils import synth_learner
 

@@ -3,7 +3,6 @@ import os, time
 
 import pytest, torch, torch.distributed as dist
 from fastai.basics import Callback, DataLoaders, Learner, nn
-from fastai.callback.progress import ProgressCallback
 from fastai.distributed import DistributedDL, DistributedTrainer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -11,7 +10,7 @@ from fastai.data.load import DataLoader
 
 from fastai_ddp_callbacks import DDPSaveModelCallback, barrier, ddp_ctx, rank
 from learners import digest, learner
-from ranks import report, run, values
+from ranks import run, values
 
 
 class Look(Callback):

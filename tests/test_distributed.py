@@ -859,8 +859,6 @@ def test_without_gloo_the_default_group_is_used_and_says_when_it_is_of_no_use_an
         port = s.getsockname()[1]
     def scenario():
         dist.is_gloo_available = lambda: False
-        sequence = dist.group.WORLD._get_backend(torch.device('cpu'))._get_sequence_number_for_group
-        before = sequence()
         barrier('x')
         healthy = agree(rank(), 'max'),broadcast('y'*1000, src=1),run_on_main(lambda: {'z':1})
         used = distributed._get_control().group is dist.group.WORLD

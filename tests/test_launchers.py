@@ -2,7 +2,7 @@
 import os, re, socket, subprocess, sys
 from pathlib import Path
 
-import pytest, torch
+import torch
 
 SCRIPT = Path(__file__).parent.parent/'nbs'/'examples'/'train_ddp.py'
 

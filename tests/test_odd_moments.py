@@ -122,7 +122,7 @@ def test_a_stop_asked_for_in_the_last_batch_is_of_this_fit(tmp_path):
             order = -20
             def after_batch(self):
                 if not self.training and self.epoch == 1 and rank() == 1: self.learn.ddp_stop.ask('late')
-        learn,stop,records = learner(tmp_path),DDPStopCallback(),[]
+        learn,stop = learner(tmp_path),DDPStopCallback()
         with ddp_ctx(learn): learn.fit(2, 0.1, cbs=[stop, Late()])
         reason = stop.reason
         with ddp_ctx(learn): learn.fit(3, 0.1, cbs=stop)

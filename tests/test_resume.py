@@ -470,3 +470,19 @@ def test_ranks_with_disks_of_their_own_go_on_with_what_rank_0_has(tmp_path, quie
     killed(run(scenario, 2, 'dies'))
     same(run(scenario, 2), quiet(2, saver))
     assert not list((tmp_path/'disk1').rglob('*.pth'))
+
+def test_loaders_of_torch_itself_go_on_too(tmp_path):
+    def scenario(folder, dies):
+        class Die(Callback):
+            order = 95
+            def after_batch(self):
+                if dies and self.training and (self.epoch, self.iter) == (1, 3): os._exit(9)
+        set_seed(1)
+        x = torch.randn(40, 1)
+        loaders = [torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2*x), 4, shuffle=o) for o in (True, False)]
+        learn = Learner(DataLoaders(*loaders), nn.Sequential(nn.Linear(1, 4), nn.Dropout(.2), nn.Linear(4, 1)), nn.MSELoss(), path=folder)
+        learn.fit(3, 0.1, cbs=[DDPResumeCallback(every_batches=1), Die()])
+        return digest(learn.model),len(learn.recorder.losses)
+    quiet = values(run(scenario, 1, tmp_path/'quiet', False))
+    assert run(scenario, 1, tmp_path/'killed', True)[0].exitcode == 9
+    assert values(run(scenario, 1, tmp_path/'killed', False)) == quiet

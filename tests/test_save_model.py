@@ -9,7 +9,7 @@ from fastai.callback.tracker import SaveModelCallback
 
 from fastai_ddp_callbacks import DDPSaveModelCallback, DDPTrackerCallback, ddp_ctx, loading, rank, read_metadata, verify_checkpoint
 from learners import Observed, Records, Trace, digest, learner
-from ranks import report, run, values
+from ranks import run, values
 
 BEST_LAST = [3., 2., 1.]
 
@@ -67,7 +67,7 @@ def test_every_rank_knows_one_absolute_path_from_whatever_folder_it_runs_in(tmp_
 def test_the_optimizer_is_saved_and_loaded_with_opt(tmp_path):
     def scenario():
         learn = learner(tmp_path)
-        cb = fit(learn, DDPSaveModelCallback(with_opt=True), records=[1., 2., 3.])
+        fit(learn, DDPSaveModelCallback(with_opt=True), records=[1., 2., 3.])
         return [float(o['grad_avg'].sum()) for o in learn.opt.state_dict()['state']],digest(learn.model)
     a,b = values(run(scenario, 2))
     assert a == b

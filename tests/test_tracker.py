@@ -4,10 +4,10 @@ import math, random, warnings
 import numpy as np, pytest, torch
 import fastai.basics as fb
 from fastai.basics import Callback, TensorBase
-from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TerminateOnNaNCallback, TrackerCallback
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 
 from fastai_ddp_callbacks import (DDPEarlyStoppingCallback, DDPReduceLROnPlateau, DDPSaveModelCallback, DDPTerminateOnNaNCallback,
-                                  DDPTrackerCallback, ddp_ctx, rank)
+                                  DDPTrackerCallback, ddp_ctx)
 from learners import Records, Trace, digest, learner
 from ranks import run, values
 
