@@ -59,14 +59,18 @@ def train_on_rest(
         if base is not dl: idxs = dl._broadcast(idxs, 0)
         rest = left(idxs, stages, size)
         dl.batches_left = len(rest)//size//dl.bs
-        if not alone: begin()
         if base is dl: return [o for o,_ in rest]
         dl.n,dl.n_padded,run = sum(not again for _,again in rest),len(rest),len(rest)//size
         return [o for o,_ in rest[rank()*run:(rank()+1)*run]]
     def batches(samples):
         if alone: begin()
         yield from create_batches(samples)
+    after,begun = dl.after_batch,[]
+    def after_batch(b):
+        if not begun: begun.append(begin()) # the workers have been started, which drew a number of this process's
+        return after(b)
     restore_own(learn, order)
+    if not alone: dl.after_batch = after_batch
     before = {k:vars(dl)[k] for k in ('get_idxs', 'create_batches') if k in vars(dl)}
     dl.get_idxs,dl.create_batches,dl.batches_left = rest,batches,0
     try:
@@ -77,6 +81,7 @@ def train_on_rest(
             i += 1
     finally:
         del dl.get_idxs,dl.create_batches,dl.batches_left
+        if not alone: dl.after_batch = after
         for k,f in before.items(): setattr(dl, k, f)
 
 def _train_on_later(learn, stages, order, begin):

@@ -16,7 +16,7 @@ from .loading import load_everywhere
 from .preemption import Asked
 from .resume_files import ResumeFiles, progress
 from .rest_of_epoch import Stage, train_on_rest
-from .training_state import check_kind, number, own_state, restore_own, restore_shared, shared_state
+from .training_state import check_kind, number, own_state, plan, restore_own, restore_shared, shared_state, sizes
 from .weights import model_state, plain, size_of
 from .writer import Writer
 
@@ -32,8 +32,9 @@ class DDPResumeCallback(Callback):
     save after the same batch, within about a second and the time of a batch and a save, and leave by `Preempted` (a
     `SystemExit`); in the midst of validation, after it. A fit that has come to its end is not trained again: its weights are
     loaded. `CheckpointError` on all ranks if there is nothing whole and `resume='must'`; `ValueError` if what is there
-    belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two. In the midst of an epoch
-    gradients that are accumulated over batches are not saved: the steps that they would make differ then."""
+    belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two. In the midst of an epoch,
+    gradients that are accumulated over batches are not saved, nor is what a model keeps beside its state dict, nor the average
+    of a training metric up to there; loaders with workers that draw random numbers begin them anew."""
     order,run_valid = 90,False # after all that is to be saved has seen the epoch
 
     def __init__(self,
@@ -70,10 +71,12 @@ class DDPResumeCallback(Callback):
         self._within += self._active # `validate` within a fit
         if not self.run or self._active or not frame: return # `validate` begins with this event too
         self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
-        self._warm,self._frame = False,frame
+        self._warm,self._cut,self._frame = False,False,frame
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
+        self._fits = max(self._fits, vars(self.learn).setdefault('_fits_done', {}).get(self.fname, 0)) # another callback may have seen the fit before
         name = self.fname if not self._fits else f'{self.fname}-{self._fits+1}'
         self._files = ResumeFiles(self.learn.path/self.learn.model_dir, name, self.keep)
+        self._kind = plan(self.learn)
         found = run_on_main(self._find)
         if found: self._go_on(*found)
         self._asked = Asked()
@@ -87,10 +90,11 @@ class DDPResumeCallback(Callback):
     def _go_on(self, path, checksum, meta):
         "Bring everything back to where it was."
         kept = {}
-        def fits(rest): check_kind(self.learn, rest['opt'], rest['training'])
+        def fits(rest): check_kind(self.learn, rest['opt'], rest['training'], self._kind)
         try: load_everywhere(self.learn.model, path, checksum, kept.update, fits)
         except MismatchedCheckpointError as e: raise ValueError(f"{e} It belongs to another model: give this fit another fname, or resume='never' to start anew.") from e
         state = self._state = kept['training']
+        self._opt = kept['opt']
         with together(f'resume from {path}'):
             self.learn.opt.load_state_dict(to_device(kept['opt'], next(self.learn.model.parameters()).device))
             restore_shared(self.learn, state)
@@ -107,6 +111,8 @@ class DDPResumeCallback(Callback):
         if world_size() != len(state['ranks']):
             say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: batches and random numbers will not be those of a fit that was '
                 'not interrupted.', warn=True)
+        if state['data'] != sizes(self.learn):
+            say(f'{path} was saved with {state["data"]} samples and samples per batch, and goes on with {sizes(self.learn)}: not as a fit that was not interrupted.', warn=True)
         self._warm = world_size() > 2 and isinstance(self.learn.model, DistributedDataParallel) and not next(self.learn.model.parameters()).is_cuda
 
     def _bring_back_random_states(self):
@@ -129,6 +135,7 @@ class DDPResumeCallback(Callback):
 
     def before_train(self):
         if not self._active: return
+        if self._rest: self.learn.opt.load_state_dict(to_device(self._opt, next(self.model.parameters()).device)) # over what callbacks did again when this epoch began again
         if self._rest: self.learn.pct_train,self._order = self._state['pct_train'],self._state['order']
         else: self._order = own_state(self.learn)
         self._begin = None # of what this process trains in this epoch
@@ -182,6 +189,10 @@ class DDPResumeCallback(Callback):
 
     def _epoch_due(self): return bool(self.every_epoch) and (self.epoch+1)%self.every_epoch == 0
 
+    def after_cancel_fit(self):
+        "Early stopping comes at the end of an epoch. Whoever stops in the midst of one (a loss that is NaN) has not come to the end of the fit."
+        self._cut = self._active and not self._within and not self._trained
+
     def after_fit(self):
         "Save what the fit came to, and remember that it has."
         if not self._active: return
@@ -189,8 +200,10 @@ class DDPResumeCallback(Callback):
             self._within -= 1
             return
         if len(self._rows) < len(self.recorder.values): self._rows.append([number(o) for o in self.recorder.log]) # early stopping came first
-        told = not self._finished and self._save(self.n_epoch, 0, finished=True)
-        self._fits += 1
+        if self._cut: say(f'{type(self).__name__}: stopped in the midst of epoch {self.epoch}. Started again, the fit goes on from what was saved before.')
+        told = not self._finished and not self._cut and self._save(self.n_epoch, 0, finished=True)
+        if not self._cut: self._fits += 1
+        self.learn._fits_done[self.fname] = self._fits
         self._leave()
         if told: self._go()
 
@@ -200,7 +213,7 @@ class DDPResumeCallback(Callback):
         "Whether any rank has been told to leave."
         told = all_gather((bool(self._asked.by), own_state(self.learn)), 'random states')
         stages = [*map(list, self._stages), [world_size(), getattr(self.dl, 'bs', 1), batch-self._begin]] if batch else []
-        state = dict(shared_state(self.learn), epoch=epoch, rows=self._rows, order=self._order if batch else None, stages=stages, ranks=[o for _,o in told])
+        state = dict(shared_state(self.learn), plan=self._kind, epoch=epoch, rows=self._rows, order=self._order if batch else None, stages=stages, ranks=[o for _,o in told])
         run_on_main(self._write, (state, epoch, batch, finished))
         self._saved_at = time.monotonic()
         return any(o for o,_ in told)

@@ -24,7 +24,7 @@ def shared_state(
     recorder = dict(values=[list(map(number, o)) for o in rec.values], lrs=_numbers(rec.lrs), iters=list(rec.iters),
                     losses=torch.stack([plain(o).cpu() for o in rec.losses]) if rec.losses else None, smooth_loss=plain(sm.val).cpu(), count=sm.count)
     scaler = getattr(learn, 'scaler', None)
-    return dict(pct_train=float(learn.pct_train), train_iter=learn.train_iter, recorder=recorder, scaler=scaler and scaler.state_dict(),
+    return dict(pct_train=float(learn.pct_train), data=sizes(learn), frozen=getattr(learn.opt, 'frozen_idx', None), train_iter=learn.train_iter, recorder=recorder, scaler=scaler and scaler.state_dict(),
                 callbacks={k:s for k,cb in _named(learn) if (s := _state(cb)) is not None})
 
 def restore_shared(
@@ -33,6 +33,7 @@ def restore_shared(
 ) -> None:
     "`ValueError` if a callback follows another column than it did."
     rec,o = learn.recorder,state['recorder']
+    if state['frozen'] is not None: learn.opt.freeze_to(state['frozen'])
     rec.values,rec.lrs,rec.iters = [L(v) for v in o['values']],o['lrs'].tolist(),list(o['iters'])
     rec.losses = list(o['losses']) if o['losses'] is not None else []
     rec.smooth_loss.val,rec.smooth_loss.count = o['smooth_loss'].to(rec.smooth_loss.val.device),o['count']
@@ -43,10 +44,23 @@ def restore_shared(
     for k,cb in _named(learn):
         if k in state['callbacks']: _restore(cb, state['callbacks'][k])
 
-def check_kind(learn, opt, state):
+def sizes(learn) -> list:
+    "How many samples there are, and how many in a batch, as far as the loader tells."
+    o = loaders(learn)[0]
+    return [len(o.dataset) if hasattr(o.dataset, '__len__') else None, getattr(o, 'bs', None) or getattr(o, 'batch_size', None)]
+
+def plan(learn) -> list:
+    "What the hyperparameters are when a fit begins, and where each schedule will have them."
+    curves = [[k, [np.ravel(f(i/8)).astype(float).tolist() for i in range(9)]] for cb in learn.cbs if isinstance(cb, ParamScheduler) for k,f in sorted(cb.scheds.items())]
+    scheduled = [k for k,_ in curves] # of which an interrupted fit leaves some value behind
+    return [[[[k, repr(plain(v))] for k,v in sorted(h.items()) if k not in scheduled] for h in getattr(learn.opt, 'hypers', [])], curves]
+
+def check_kind(learn, opt, state, now):
     "`ValueError` if it is not the state of a fit of this kind; nothing is changed yet."
     def kind(o): return [sorted(h) for h in o['hypers']] if 'hypers' in o else sorted(o) # fastai's own, or a wrapped one of torch
     if kind(opt) != kind(learn.opt.state_dict()): raise ValueError('the fit to go on with had another optimizer, or other parameter groups.')
+    if state['plan'] != now:
+        raise ValueError("the fit to go on with had other learning rates, other hyperparameters or another schedule. Give this fit another fname, or resume='never' to start anew.")
     for k,cb in _named(learn):
         was = state['callbacks'].get(k, {})
         if isinstance(cb, TrackerCallback) and was.get('monitor', cb.monitor) != cb.monitor:
@@ -91,8 +105,14 @@ def loaders(learn) -> list:
 
 def own_state(learn) -> dict:
     "The random states of this rank."
-    return dict(random_state(), loaders=[plain(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')])
+    return dict(random_state(), loaders=[plain(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')],
+                orders=[torch.tensor(list(o.items.idxs)) for o in _reordering(learn)])
+
+def _reordering(learn):
+    "Loaders that shuffle their items in place, so that an order comes out of the one before: those of language models."
+    return [o for o in loaders(learn) if hasattr(o, 'rng') and type(getattr(o, 'items', None)).__name__ == 'ReindexCollection'] # to import it takes seconds
 
 def restore_own(learn, state) -> None:
     restore_random(state)
     for o,s in zip((o for o in loaders(learn) if hasattr(o, 'rng')), state['loaders']): o.rng.setstate(nested(s))
+    for o,s in zip(_reordering(learn), state['orders']): o.items.idxs = s.tolist()

@@ -1,0 +1,114 @@
+"""Whatever the README and the pages in `docs/` show has been run.
+
+A block that begins with ```python runs in one process, with ```python 2 ranks on two; a block of the README always on two.
+Each has a folder of its own, a `learn` and an `other_model`. Where a ```text block follows, the ranks fail with that text."""
+from __future__ import annotations
+import inspect, os, re, subprocess, sys, time
+from pathlib import Path
+
+import fastai.basics # noqa: F401 (the ranks have it from their server; the names in `__all__` need it here)
+import pytest
+
+import fastai_ddp_callbacks
+from ranks import report, run, values
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT/'README.md', *sorted((ROOT/'docs').glob('*.md'))]
+_BLOCK = re.compile(r'^```python(?: (\d) ranks)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?', re.MULTILINE|re.DOTALL)
+
+def blocks(page):
+    "(line, ranks, code, text of the error) of each block of a page."
+    text = page.read_text()
+    return [(text[:o.start()].count('\n')+1, int(o[1] or (2 if page.name == 'README.md' else 1)), o[2], o[3]) for o in _BLOCK.finditer(text)]
+
+def given(page):
+    "What a block finds; in the README, whose first block has the imports for all, our names too."
+    from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, accuracy, nn, set_seed, tensor
+    from sklearn.datasets import load_digits
+    from torch.utils.data import TensorDataset
+    set_seed(1)
+    digits = load_digits(n_class=4)
+    x,y = tensor(digits.data).float()/16,tensor(digits.target)
+    dls = DataLoaders.from_dsets(TensorDataset(x[:256], y[:256]), TensorDataset(x[256:384], y[256:384]), bs=32, num_workers=0, device='cpu')
+    learn = Learner(dls, nn.Sequential(nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.')
+    learn.remove_cbs(list(learn.cbs.filter(lambda o: o.name == 'progress'))) # no bars
+    names = {o:getattr(fastai_ddp_callbacks, o) for o in fastai_ddp_callbacks.__all__ if page == 'README.md'}
+    return dict(names, learn=learn, other_model=nn.Linear(64, 5), download=lambda: 'data', disk_is_full=lambda: False, __name__='__main__')
+
+def execute(code, folder, name):
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    exec(compile(code, name, 'exec'), given(name))
+
+def run_together(todo, folder, name):
+    "Scenario: each block in turn."
+    from fastai_ddp_callbacks import together
+    for line,code in todo:
+        with together(f'{name}:{line}'): execute('\n'*line + code, f'{folder}/{line}', name)
+
+def run_failing(code, folder, ranks):
+    "Scenario: a block that fails. A rank that has failed lives on for a while, as ranks do, until the others have too."
+    from fastai_ddp_callbacks import rank
+    try: execute(code, folder, 'train.py')
+    finally:
+        Path(folder, f'{rank()}.ended').touch()
+        end = time.monotonic()+4
+        while len(list(Path(folder).glob('*.ended'))) < ranks and time.monotonic() < end: time.sleep(0.02)
+
+def failures(ranks, code, folder):
+    "What each rank fails with, as a page tells it: paths and tracebacks are left out."
+    results = run(run_failing, ranks, code, str(folder), ranks)
+    def told(o):
+        if o.error is None: return 'was killed' if o.exitcode == -9 else f'did not fail\n{report(results)}'
+        return f'{type(o.error).__name__}: {plain(str(o.error))}'
+    said = [told(o) for o in results]
+    if len({*said}) == 1: return said[0]+'\n'
+    return ''.join(f'rank {r}: {o}\n' for r,o in enumerate(said))
+
+def plain(text):
+    text = re.sub(r'^Exception occured in .*\n\s*', '', text.split('\n\n')[0]) # that is fastai's
+    text = re.sub(r'(?<![\w.])(/[\w.+-]+)+/', '', text) # folders
+    text = re.sub(r' The network said: [^\n]*', '', text)
+    text = re.sub(r'on [\w.-]+\), which would', 'on node1), which would', text)
+    return re.sub(r'run code \(.*\)\. If', 'run code. If', text).rstrip()
+
+def comparable(text): return re.sub(r'[0-9a-f]{16}|\d+', '0', text)
+
+
+def test_there_are_pages_and_blocks(): assert len(PAGES) > 5 and all(blocks(o) for o in PAGES if o.name in ('README.md', 'api.md', 'when-it-hangs.md'))
+
+@pytest.mark.parametrize('page,ranks', [pytest.param(page, n, id=f'{page.name}-{n}') for page in PAGES for n in (1, 2)
+                                        if any((o[1], o[3]) == (n, None) for o in blocks(page))])
+def test_the_blocks_of_a_page_run(page, ranks, tmp_path):
+    todo = [(line, code) for line,n,code,error in blocks(page) if (n, error) == (ranks, None)]
+    values(run(run_together, ranks, todo, str(tmp_path), page.name))
+
+@pytest.mark.parametrize('page,line,ranks,code,text', [pytest.param(page, *o, id=f'{page.name}:{o[0]}') for page in PAGES for o in blocks(page) if o[3]])
+def test_a_block_fails_with_the_text_below_it(page, line, ranks, code, text, tmp_path):
+    assert comparable(failures(ranks, code, tmp_path)) == comparable(text)
+
+def test_the_api_page_is_what_the_code_says():
+    made = subprocess.run([sys.executable, ROOT/'docs/make.py', '-'], capture_output=True, text=True, check=True).stdout
+    assert (ROOT/'docs/api.md').read_text() == made, 'run docs/make.py'
+
+def test_every_public_name_has_a_section_and_an_example():
+    sections = dict(re.findall(r'^### `(\w+)`\n(.*?)(?=^##|\Z)', (ROOT/'docs/api.md').read_text(), re.MULTILINE|re.DOTALL))
+    assert sections.keys() >= {*fastai_ddp_callbacks.__all__}
+    assert not [o for o in fastai_ddp_callbacks.__all__ if not re.search(rf'```python.*\b{o}\b', sections[o], re.DOTALL)]
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        links = re.findall(r'\]\(([^)#]+?)(?:#[^)]*)?\)', page.read_text())
+        assert not [o for o in links if not o.startswith('http') and not (page.parent/o).exists()], page
+
+def test_the_tables_of_arguments_are_those_of_the_callbacks():
+    text = (ROOT/'docs/from-stock-to-ours.md').read_text().split('## Arguments, fastai 1')[0]
+    tracker = {'monitor', 'comp', 'min_delta', 'reset_on_fit', 'reduce'}
+    for name,section in re.findall(r'^### `(DDP\w+)`\n(.*?)(?=^##|\Z)', text, re.MULTILINE|re.DOTALL):
+        rows = re.findall(r'^\|([^|]*`[^|]*)\|([^|]*)\|', section, re.MULTILINE)
+        told = {o for names,_ in rows for o in re.findall(r'`(\w+)`', names)}
+        f = getattr(fastai_ddp_callbacks, name).__init__
+        has = {k:p.default for k,p in inspect.signature(f).parameters.items() if k not in ('self', 'kwargs') and 'fastai_ddp_callbacks' in f.__module__}
+        assert told == has.keys(), name
+        assert tracker <= told or not tracker & told, name
+        assert not {k:v for names,v in rows if v.strip() for k in re.findall(r'`(\w+)`', names) if v.strip() != f'`{has[k]!r}`'}, name
