@@ -34,7 +34,10 @@ def _make_group(device):
     if device.type == 'cuda':
         local = int(os.environ.get('LOCAL_RANK', os.environ['RANK'])) if device.index is None else device.index
         torch.cuda.set_device(local % torch.cuda.device_count())
-    dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl')
+    # torchrun keeps one store for all its attempts: what a dead rank has left there is not for the one that takes its place
+    store,me,n = next(dist.rendezvous('env://'))
+    store = dist.PrefixStore(f'attempt/{os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}', store)
+    dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl', store=store, rank=me, world_size=n)
 
 def hide_stray_environment() -> None:
     "Where there is no process group, keep `RANK` and `WORLD_SIZE` from fastai, and warn if they speak of several ranks."

@@ -22,14 +22,14 @@ from .writer import Writer
 
 __all__ = ['DDPResumeCallback']
 
-_LOOK = 1. # seconds between the moments at which all ranks tell each other whether to save or to leave
+_LOOK,_BATCHES = 1.,50 # seconds, or batches, between the moments at which all ranks tell each other whether to save or to leave
 
 
 class DDPResumeCallback(Callback):
     """Saves all that a fit needs to go on, and goes on by itself when the fit that was killed is started again.
 
     On the CPU, with as many ranks, the end is then the same to the bit. SIGTERM, SIGUSR1 or Ctrl-C on any rank: all ranks
-    save after the same batch, within about a second and the time of a batch and a save, and leave by `Preempted` (a
+    save after the same batch, within about a second (50 batches, if they have become slower since) and the time of a save, and leave by `Preempted` (a
     `SystemExit`); in the midst of validation, after it. A fit that has come to its end is not trained again: its weights are
     loaded. `CheckpointError` on all ranks if there is nothing whole and `resume='must'`; `ValueError` if what is there
     belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two. In the midst of an epoch,
@@ -97,7 +97,7 @@ class DDPResumeCallback(Callback):
         self._opt = kept['opt']
         with together(f'resume from {path}'):
             self.learn.opt.load_state_dict(to_device(kept['opt'], next(self.learn.model.parameters()).device))
-            restore_shared(self.learn, state)
+            restore_shared(self.learn, state, meta['finished'])
             self._finished,self._first,self._rows = meta['finished'],self.learn.n_epoch if meta['finished'] else state['epoch'],state['rows']
             self._stages = [Stage(*o) for o in state['stages']]
         bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
@@ -170,7 +170,7 @@ class DDPResumeCallback(Callback):
     def _look(self, n):
         "All ranks meet and tell: whether one is to leave; whether rank 0 wants to save, and in how many batches to meet again."
         now,(before,then) = time.monotonic(),self._checked or (n, 0)
-        batches,self._checked = max(1, min(int(_LOOK*(n-before)/max(now-then, 1e-6)), 10000)),(n, now)
+        batches,self._checked = max(1, min(int(_LOOK*(n-before)/max(now-then, 1e-6)), _BATCHES)),(n, now)
         with together('resume: whether to save or to leave') as ranks: ranks.value = bool(self._asked.by) | self._late() << 1 | batches << 2
         main = ranks.values[0]
         self._check_at = n + (main >> 2)

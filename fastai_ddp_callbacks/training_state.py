@@ -29,7 +29,8 @@ def shared_state(
 
 def restore_shared(
     learn, # a `Learner` in a fit, of the same callbacks
-    state:dict # as `shared_state` gave it
+    state:dict, # as `shared_state` gave it
+    finished=False, # whether that fit has come to its end, so that no tracker has to go on
 ) -> None:
     "`ValueError` if a callback follows another column than it did."
     rec,o = learn.recorder,state['recorder']
@@ -43,6 +44,7 @@ def restore_shared(
     if state['scaler'] and getattr(learn, 'scaler', None): learn.scaler.load_state_dict(state['scaler'])
     for k,cb in _named(learn):
         if k in state['callbacks']: _restore(cb, state['callbacks'][k])
+        if finished: vars(cb).pop('_resumed', None) # for ours nothing begins
 
 def sizes(learn) -> list:
     "How many samples there are, and how many in a batch, as far as the loader tells."

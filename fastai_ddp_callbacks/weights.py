@@ -76,7 +76,7 @@ def fitting(model, state, path=''):
     missing,extra = [k for k in own if k not in state],[k for k in state if k not in own]
     other = [f'{k} ({_told(state[k])} in the file, {_told(v)} in the model)' for k,v in own.items() if k in state and _kind(v) != _kind(state[k])]
     wrong = '; '.join(f'{what} {some(keys)}' for what,keys in (('missing:', missing), ('not in the model:', extra), ('of another shape or kind:', other)) if keys)
-    if wrong: raise MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model. {wrong}.', path)
+    if wrong: raise MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model: {wrong}.', path)
     return state
 
 def _kind(o):

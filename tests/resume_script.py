@@ -3,10 +3,10 @@ import argparse, os, signal, sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-import torch.distributed as dist # noqa: E402
 from fastai.basics import Callback # noqa: E402
 
 from fastai_ddp_callbacks import DDPResumeCallback, DDPSaveModelCallback, ddp_ctx, rank, world_size # noqa: E402
+from fastai_ddp_callbacks.environment import process_group # noqa: E402
 from learners import digest # noqa: E402
 from resuming import learner # noqa: E402
 
@@ -25,8 +25,7 @@ if __name__ == '__main__':
     parser.add_argument('--die', type=int, nargs=2, default=(-1, -1))
     parser.add_argument('--resume', default='auto')
     args = parser.parse_args()
-    dist.init_process_group('gloo')
-    learn = learner(args.folder)
-    with ddp_ctx(learn):
-        learn.fit_one_cycle(4, 0.1, cbs=[DDPResumeCallback(every_batches=1, resume=args.resume), DDPSaveModelCallback(), DiesOnce(*args.die)])
+    with process_group('cpu'): # the learner is to be another one on each rank
+        learn = learner(args.folder)
+        with ddp_ctx(learn): learn.fit_one_cycle(4, 0.1, cbs=[DDPResumeCallback(every_batches=1, resume=args.resume), DDPSaveModelCallback(), DiesOnce(*args.die)])
         if rank() == 0: print('ranks:', world_size(), 'epochs:', len(learn.recorder.values), 'weights:', digest(learn.model))
