@@ -368,7 +368,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog='\n'.join(f'  {k}: at most {v:g}' for k,v in TARGETS.items()))
     parser.add_argument('--sizes', type=int, nargs='+', default=[10, *SIZES], help='models whose stall is measured, in MB')
     parser.add_argument('--folder', type=Path, help='a folder on the disk to measure; by default that for temporary files')
-    parser.add_argument('--quick', action='store_true', help='end within 50 s on two cores')
+    parser.add_argument('--quick', action='store_true', help='fewer rounds: about 70 s on two cores')
     parser.add_argument('--json', type=Path, help='write the figures to this file')
     parser.add_argument('--check', action='store_true', help='exit with 1 if a target is missed')
     parser.add_argument('--write', type=Path, nargs='*', metavar='JSON', help='make README.md and stall.png, with figures of these files; what is missing is measured')
