@@ -11,10 +11,9 @@ from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
-from .errors import MismatchedCheckpointError, Preempted
-from .loading import load_everywhere
+from .errors import Preempted
 from .preemption import Asked
-from .resume_files import ResumeFiles, progress
+from .resume_files import ResumeFiles, load, progress
 from .rest_of_epoch import Stage, train_on_rest
 from .training_state import check_kind, number, own_state, plan, restore_own, restore_shared, shared_state, sizes
 from .weights import model_state, plain, size_of
@@ -89,10 +88,8 @@ class DDPResumeCallback(Callback):
 
     def _go_on(self, path, checksum, meta):
         "Bring everything back to where it was."
-        kept = {}
         def fits(rest): check_kind(self.learn, rest['opt'], rest['training'], self._kind)
-        try: load_everywhere(self.learn.model, path, checksum, kept.update, fits)
-        except MismatchedCheckpointError as e: raise ValueError(f"{e} It belongs to another model: give this fit another fname, or resume='never' to start anew.") from e
+        kept = load(self.learn.model, path, checksum, fits)
         state = self._state = kept['training']
         self._opt = kept['opt']
         with together(f'resume from {path}'):

@@ -8,11 +8,9 @@ from fastai.callbacks.general_sched import GeneralScheduler
 from fastai.callbacks.one_cycle import OneCycleScheduler
 
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
-from .errors import MismatchedCheckpointError
 from .fastai1 import _handled, _is_fit
-from .loading import load_everywhere
 from .random_state import random_state, restore_random
-from .resume_files import ResumeFiles, progress
+from .resume_files import ResumeFiles, load, named, offers, progress
 from .weights import model_state, plain, size_of
 
 __all__ = ['DDPResumeCallback']
@@ -51,9 +49,7 @@ class DDPResumeCallback(LearnerCallback):
         if found: return self._go_on(pbar, *found)
 
     def _go_on(self, pbar, path, checksum, meta):
-        kept = {}
-        try: load_everywhere(self.learn.model, path, checksum, kept.update)
-        except MismatchedCheckpointError as e: raise ValueError(f"{e} It belongs to another model: give this fit another name, or resume='never' to start anew.") from e
+        kept = load(self.learn.model, path, checksum)
         state,self._finished = kept['training'],meta['finished']
         with together(f'resume from {path}'):
             self.learn.opt.load_state_dict(kept['opt'])
@@ -94,9 +90,4 @@ class DDPResumeCallback(LearnerCallback):
 
     def _offering(self):
         "Callbacks that say what they need to go on, by class and number."
-        seen = {}
-        for cb in self._attached():
-            if hasattr(type(cb), 'load_state_dict') and hasattr(type(cb), 'state_dict'):
-                name = type(cb).__name__
-                seen[name] = seen.get(name, 0)+1
-                yield f'{name}-{seen[name]}',cb
+        return named(filter(offers, self._attached()))

@@ -4,10 +4,11 @@ import glob, os
 
 from .checkpoint import read_metadata, verify_checkpoint
 from .distributed import say, world_size
-from .errors import CheckpointError
+from .errors import CheckpointError, MismatchedCheckpointError
+from .loading import load_everywhere
 from .store import Store, delete
 
-__all__ = ['ResumeFiles', 'progress']
+__all__ = ['ResumeFiles', 'load', 'named', 'offers', 'progress']
 
 
 class ResumeFiles:
@@ -75,6 +76,29 @@ class ResumeFiles:
     ):
         for o in self.store.add(saved): delete(o)
 
+
+def load(
+    model, # of the fit that goes on
+    path, checksum, # of the file, as `find` gave them
+    fits=None, # as for `load_everywhere`
+) -> dict: # what the file holds beside the weights
+    "Load the weights on all ranks. `ValueError` if they are of another model."
+    kept = {}
+    try: load_everywhere(model, path, checksum, kept.update, fits)
+    except MismatchedCheckpointError as e: raise ValueError(f"{e} It belongs to another model: give this fit another name, or resume='never' to start anew.") from e
+    return kept
+
+def named(callbacks):
+    "(name, callback) by class, and by number if there are several of one: what its state is filed under."
+    seen = {}
+    for cb in callbacks:
+        name = type(cb).__name__
+        seen[name] = seen.get(name, 0)+1
+        yield f'{name}-{seen[name]}',cb
+
+def offers(cb) -> bool:
+    "Whether a callback says what it needs to go on. Its class does: an instance has the model's `state_dict`, by delegation."
+    return hasattr(type(cb), 'state_dict') and hasattr(type(cb), 'load_state_dict')
 
 def progress(
     meta:dict # of a file to go on from

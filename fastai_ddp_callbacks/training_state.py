@@ -8,6 +8,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.distributed import DistributedDL
 
+from .resume_files import named, offers
 from .random_state import nested, random_state, restore_random
 from .weights import plain
 
@@ -25,7 +26,7 @@ def shared_state(
                     losses=torch.stack([plain(o).cpu() for o in rec.losses]) if rec.losses else None, smooth_loss=plain(sm.val).cpu(), count=sm.count)
     scaler = getattr(learn, 'scaler', None)
     return dict(pct_train=float(learn.pct_train), data=sizes(learn), frozen=getattr(learn.opt, 'frozen_idx', None), train_iter=learn.train_iter, recorder=recorder, scaler=scaler and scaler.state_dict(),
-                callbacks={k:s for k,cb in _named(learn) if (s := _state(cb)) is not None})
+                callbacks={k:s for k,cb in named(learn.cbs) if (s := _state(cb)) is not None})
 
 def restore_shared(
     learn, # a `Learner` in a fit, of the same callbacks
@@ -42,7 +43,7 @@ def restore_shared(
     if rec.values: learn.final_record = rec.values[-1].copy()
     learn.pct_train,learn.train_iter = state['pct_train'],state['train_iter']
     if state['scaler'] and getattr(learn, 'scaler', None): learn.scaler.load_state_dict(state['scaler'])
-    for k,cb in _named(learn):
+    for k,cb in named(learn.cbs):
         if k in state['callbacks']: _restore(cb, state['callbacks'][k])
         if finished: vars(cb).pop('_resumed', None) # for ours nothing begins
 
@@ -63,28 +64,18 @@ def check_kind(learn, opt, state, now):
     if kind(opt) != kind(learn.opt.state_dict()): raise ValueError('the fit to go on with had another optimizer, or other parameter groups.')
     if state['plan'] != now:
         raise ValueError("the fit to go on with had other learning rates, other hyperparameters or another schedule. Give this fit another fname, or resume='never' to start anew.")
-    for k,cb in _named(learn):
+    for k,cb in named(learn.cbs):
         was = state['callbacks'].get(k, {})
         if isinstance(cb, TrackerCallback) and was.get('monitor', cb.monitor) != cb.monitor:
             raise ValueError(f"{type(cb).__name__}(monitor={cb.monitor!r}): the fit to go on with followed {was['monitor']!r}.")
 
-def _named(learn):
-    "Callbacks by class, and by number if there are several of one."
-    seen = {}
-    for cb in learn.cbs:
-        name = type(cb).__name__
-        seen[name] = seen.get(name, 0)+1
-        yield f'{name}-{seen[name]}',cb
-
-def _offers(cb): return hasattr(type(cb), 'state_dict') and hasattr(type(cb), 'load_state_dict') # an instance has the model's, by delegation
-
 def _state(cb):
-    if _offers(cb): return plain(cb.state_dict())
+    if offers(cb): return plain(cb.state_dict())
     if isinstance(cb, ParamScheduler): return {k:_numbers(v) for k,v in cb.hps.items()}
     if isinstance(cb, TrackerCallback): return dict(monitor=cb.monitor, best=number(cb.best), wait=getattr(cb, 'wait', None))
 
 def _restore(cb, state):
-    if _offers(cb): return cb.load_state_dict(state)
+    if offers(cb): return cb.load_state_dict(state)
     if isinstance(cb, ParamScheduler): cb.hps = {k:v.tolist() for k,v in state.items()}
     else:
         if state['monitor'] != cb.monitor: raise ValueError(f"{type(cb).__name__}(monitor={cb.monitor!r}): the fit to go on with followed {state['monitor']!r}.")

@@ -1,13 +1,14 @@
 "Small learners, and callbacks that bring about what the tests are about. Imported in ranks and in the tests' own process."
 from __future__ import annotations
-import hashlib, time
+import hashlib
 
 import torch.distributed as dist
 from fastai.basics import Callback, set_seed
 from fastai.test_utils import synth_learner
 
-from fastai_ddp_callbacks import loading, rank
+from fastai_ddp_callbacks import rank
 from fastai_ddp_callbacks.save_model import DDPSaveModelCallback
+from observed import Observes
 
 
 def learner(path, **kwargs):
@@ -27,24 +28,8 @@ class Records(Callback):
         if len(self.recorder.values[-1]): self.recorder.values[-1][list(self.recorder.metric_names[1:]).index(self.column)] = given[self.epoch]
 
 
-class Observed(DDPSaveModelCallback):
-    "Notes when a file is written and read, and takes its time over it where told: `slow={'write':2}`, on `slow_rank`."
-    def __init__(self, *args, slow=None, slow_rank=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.slow,self.slow_rank,self.events = slow or {},slow_rank,[]
-    def _do(self, what, f, *args, **kwargs):
-        self.events.append((f'wants to {what}', time.monotonic()))
-        if self.slow_rank in (None, rank()): time.sleep(self.slow.get(what, 0))
-        res = f(*args, **kwargs)
-        self.events.append((what, time.monotonic()))
-        return res
-    def _write(self, *args): return self._do('write', super()._write, *args)
-    def _load_best(self):
-        read = loading.read_checkpoint
-        loading.read_checkpoint = lambda *args, **kwargs: self._do('read', read, *args, **kwargs)
-        try: super()._load_best()
-        finally: loading.read_checkpoint = read
-    def when(self, what): return [t for o,t in self.events if o == what]
+class Observed(Observes, DDPSaveModelCallback):
+    def _load_best(self): self._observed(super()._load_best)
 
 
 class Trace:

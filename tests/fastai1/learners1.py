@@ -1,11 +1,12 @@
 "Small fastai 1 learners, and callbacks that bring about what the tests are about. Imported in ranks and in the tests' own process."
 from __future__ import annotations
-import hashlib, time
+import hashlib
 
 import torch
 from fastai.basics import DataBunch, DataLoader, Learner, LearnerCallback, TensorDataset, nn, optim, partial
 
-from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx, loading, rank
+from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx, rank
+from observed import Observes
 
 
 def learner(path, bs=4, **kwargs):
@@ -43,21 +44,5 @@ class Records(LearnerCallback):
     def on_epoch_end(self, epoch, last_metrics, **kwargs): return {'last_metrics': [self.values[epoch], *last_metrics[1:]]}
 
 
-class Observed(DDPSaveModelCallback):
-    "Notes when a file is written and read, and takes its time over it where told: `slow={'write':2}`, on `slow_rank`."
-    def __init__(self, learn, slow=None, slow_rank=None, **kwargs):
-        super().__init__(learn, **kwargs)
-        self.slow,self.slow_rank,self.events = slow or {},slow_rank,[]
-    def _do(self, what, f, *args, **kwargs):
-        self.events.append((f'wants to {what}', time.monotonic()))
-        if self.slow_rank in (None, rank()): time.sleep(self.slow.get(what, 0))
-        res = f(*args, **kwargs)
-        self.events.append((what, time.monotonic()))
-        return res
-    def _write(self, *args): return self._do('write', super()._write, *args)
-    def _finish(self):
-        read = loading.read_checkpoint
-        loading.read_checkpoint = lambda *args, **kwargs: self._do('read', read, *args, **kwargs)
-        try: super()._finish()
-        finally: loading.read_checkpoint = read
-    def when(self, what): return [t for o,t in self.events if o == what]
+class Observed(Observes, DDPSaveModelCallback):
+    def _finish(self): self._observed(super()._finish)

@@ -3,7 +3,7 @@ import argparse, os, sys, time, warnings
 warnings.simplefilter('ignore') # fastai 1 is from 2019
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)] # the learners, and what both lines share
 from learners1 import Observed, digest, fit, learner
 
 from fastai_ddp_callbacks import rank
