@@ -49,6 +49,7 @@ class ResumeFiles:
         self.store.run = meta['run']
         self.store.resume(meta['run'], [o for o in self.store.found() if o.path in metas])
         self.store.resumed = path
+        if meta['finished']: self._delete(self.store.forget()) # no save comes after it that would: the one that wrote it may have been killed before
         return path,meta['checksum'],meta
 
     def _newest_whole(self, metas, damaged, n_epoch):
@@ -74,7 +75,10 @@ class ResumeFiles:
     def keep_newest(self,
         saved, # what was written, and is durable
     ):
-        for o in self.store.add(saved): delete(o)
+        self._delete(self.store.add(saved))
+
+    def _delete(self, victims):
+        for o in victims: delete(o)
 
 
 def load(

@@ -89,6 +89,10 @@ class Store:
         if best: self.best = saved
         elif self.best and self.best.path == saved.path: self.best = None # overwritten
         self.files = [o for o in self.files if o.path != saved.path] + [saved]
+        return self.forget()
+
+    def forget(self) -> list: # what is no longer to be kept
+        "Forget what rank 0 is to delete."
         victims = self._victims()
         self.files = [o for o in self.files if o not in victims]
         return victims

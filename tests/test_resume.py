@@ -10,7 +10,7 @@ from fastai.callback.schedule import lr_find # noqa: F401 (patches Learner)
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 
 from fastai_ddp_callbacks import (DDPEarlyStoppingCallback, DDPReduceLROnPlateau, DDPSaveModelCallback, DDPStopCallback, DDPTerminateOnNaNCallback, DDPTrackerCallback,
-                                  ddp_ctx, rank, read_metadata, verify_checkpoint)
+                                  ddp_ctx, rank, read_metadata, resume_files, verify_checkpoint)
 from fastai_ddp_callbacks.resume import DDPResumeCallback
 from learners import Records, Trace, digest
 from ranks import run, values
@@ -341,6 +341,16 @@ def test_killed_after_the_last_epoch_it_saves_the_end_when_started_again(tmp_pat
     expected = start(1, tmp_path/'quiet', DDPSaveModelCallback(at_end=True))
     same(start(1, tmp_path, DDPSaveModelCallback(at_end=True)), expected)
     assert digest(learner(tmp_path).load('model').model) == values(expected)[0]['weights']
+
+def test_killed_between_its_last_save_and_the_deletion_after_it_the_next_start_deletes(tmp_path):
+    def dying():
+        delete = resume_files.delete
+        resume_files.delete = lambda saved: os.kill(os.getpid(), signal.SIGKILL) if 'resume_32_finished.pth' in files(tmp_path) else delete(saved)
+        train(tmp_path)
+    killed(run(dying, 1))
+    assert len(resumes(tmp_path)) == 3
+    values(start(1, tmp_path))
+    assert resumes(tmp_path) == ['resume_32.pth', 'resume_32_finished.pth']
 
 def test_more_epochs_of_a_plain_fit_go_on_after_its_end(tmp_path, quiet):
     values(start(2, tmp_path, n=2, fit='fit'))
