@@ -3,14 +3,14 @@
 The file is what `torch.save` makes, so that stock fastai and torch load it. A zip archive may end in a comment, which
 they ignore: ours holds the metadata as JSON and a checksum over every byte before the checksum."""
 from __future__ import annotations
-import ctypes, errno, json, mmap, os, re, secrets, struct, sys, threading, time, warnings, zipfile
+import ctypes, errno, json, mmap, os, pickle, re, secrets, struct, sys, threading, time, warnings, zipfile
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
+from types import SimpleNamespace
 
 import torch, xxhash
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import skip_data
 
 from .errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError, NewerCheckpointError, UnsafeCheckpointError
 from .process import alive, host, lives
@@ -49,10 +49,7 @@ def write_checkpoint(
             _sweep(path.parent, os.fstat(file.fileno()).st_mtime)
             if path.exists():
                 with suppress(OSError): os.fchmod(file.fileno(), path.stat().st_mode & 0o777) # some network disks do not allow it
-            out = _Sealed(file, partial(bar.update, total=size_of(state)))
-            with _no_crc(): _save(state, out)
-            meta['checksum'] = out.seal(meta)
-            file.flush()
+            meta['checksum'] = _write(state, meta, _Sealed(file.fileno(), partial(bar.update, total=size_of(state))))
             os.fsync(file.fileno()) # before the name points here: a power cut must not leave a name without bytes
         _replace(temporary, path)
     except BaseException as e:
@@ -110,27 +107,55 @@ def _sync_folder(folder):
         if e.errno != errno.EINVAL: raise # some network disks know no such thing
     finally: os.close(fd)
 
-_counting = threading.Lock()
 
-@contextmanager
-def _no_crc():
-    "torch's own CRC is never checked by `torch.load`; our checksum takes its place at a tenth of the time."
-    # The option is the process's, in torch 2.8: two threads would restore each other's. Whoever does not get it lets torch count,
-    # which is slower but never waits for a thread that a signal has stopped.
-    if not _counting.acquire(timeout=1):
-        yield
-        return
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try: yield
-    finally:
-        set_crc32_options(before)
-        _counting.release()
+# torch's own writer would take the interpreter's lock from the training five times per tensor, and count a CRC that nobody reads.
 
-def _save(state, out):
-    try: torch.save(state, out)
-    except RuntimeError as e: # torch reports a failed write as an unexpected position
-        raise (out.error or e)
+def _write(state, meta, out):
+    "Write what `torch.save` writes, and our comment; gives the checksum in hex."
+    frame,storages = _framed(state)
+    if frame.gaps != [o.nbytes() for o in storages]: raise RuntimeError(f'torch {torch.__version__} lays files out in a way that is not known here: update this package.')
+    for part,storage in zip(frame.parts, storages):
+        out.write(part)
+        out.write(torch.empty(0, dtype=torch.uint8, device='cpu').set_(storage.cpu()).numpy().data)
+    return out.seal(frame.parts[-1], meta)
+
+def _framed(state):
+    "What `torch.save` writes around the tensors' bytes, and the storages that have these bytes, in order."
+    frame,noted = _Frame(),{}
+    try:
+        with skip_data(): torch.save(state, frame, SimpleNamespace(__name__='pickle', Pickler=_noting(noted)))
+    except RuntimeError: # quantized and nested tensors, and those of devices without storages, torch writes whole or not at all
+        frame,noted = _Frame(),{}
+        torch.save(state, frame)
+    storages = [o for o in noted.values() if o.nbytes()]
+    noted.clear() # the pickler's class has it too, and classes live until the next collection of garbage
+    return frame,storages
+
+class _Frame:
+    "The file object to which `torch.save` writes all but the bytes of tensors, over which it passes."
+    def __init__(self): self.parts,self.gaps = [bytearray()],[]
+
+    def write(self, data):
+        self.parts[-1] += data
+        return len(data)
+
+    def seek(self, n, whence): # forward by so many
+        self.gaps.append(n)
+        self.parts.append(bytearray())
+
+    def flush(self): pass
+
+def _noting(noted):
+    "A pickler that notes the storages, which `torch.save` replaces by numbers, in the order in which it writes them."
+    class Noting(pickle.Pickler):
+        def __init_subclass__(cls):
+            persistent_id = cls.persistent_id
+            def noting(self, o):
+                res = persistent_id(self, o)
+                if res: noted.setdefault(res[2], getattr(o, '_untyped_storage', o))
+                return res
+            cls.persistent_id = noting
+    return Noting
 
 
 _PIECE,_SMALL = 1<<23,1<<16 # bytes
@@ -144,51 +169,41 @@ _libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
 
 
 class _Sealed:
-    "The file object that `torch.save` writes to: hashes what goes by, and ends it with our comment."
-    def __init__(self, file, progress): self.file,self.progress,self.hash,self.held,self.error,self.written,self.started = file,progress,xxhash.xxh3_128(),bytearray(),None,0,0
+    "Hashes what goes into the file, and ends it with our comment."
+    def __init__(self, fd, progress): self.fd,self.progress,self.hash,self.held,self.written,self.started = fd,progress,xxhash.xxh3_128(),bytearray(),0,0
 
     def write(self, data):
-        data = memoryview(data).cast('B')
-        if len(data) < _SMALL: # torch writes a dozen small pieces per tensor
-            self.held += data
-            if len(self.held) > 2*_SMALL: self._pass(memoryview(bytes(self.held)))
+        if len(data) >= _SMALL:
+            for i in range(0, len(data), _PIECE): self._pass(data[i:i+_PIECE])
         else:
-            self._put(memoryview(bytes(self.held)))
-            self._pass(data)
-        return len(data)
+            self.held += data
+            if len(self.held) >= _SMALL: self._pass(b'')
 
     def _pass(self, data):
-        "Hold back what may be the end record."
-        self._put(data[:-_END])
-        self.held = bytearray(data[-_END:])
+        "Hash and write what was held back, and this."
+        pieces,self.held = [self.held, data],bytearray()
+        for o in pieces: self.hash.update(o)
+        self._write_all(pieces)
 
-    def _put(self, data):
-        for i in range(0, len(data), _PIECE):
-            self.hash.update(data[i:i+_PIECE])
-            self._write_all(data[i:i+_PIECE])
-
-    def _write_all(self, data):
-        try:
-            while len(data):
-                n = self.file.write(data)
-                data,self.written = data[n:],self.written+n
-        except OSError as e:
-            self.error = e
-            raise
+    def _write_all(self, pieces):
+        left = [memoryview(o) for o in pieces]
+        while left:
+            n = os.writev(self.fd, left)
+            self.written += n
+            while left and n >= len(left[0]): n -= len(left.pop(0))
+            if left: left[0] = left[0][n:]
         if self.written - self.started >= _PIECE: # the disk works on this while we go on
-            _start_writing(self.file.fileno(), self.started, self.written-self.started)
+            _start_writing(self.fd, self.started, self.written-self.started)
             self.started = self.written
         self.progress(self.written)
 
-    def flush(self): pass # torch calls it; the file has no buffer
-
-    def seal(self, meta):
-        "Write the end record with our comment after it; gives the checksum in hex."
+    def seal(self, end, meta):
+        "Write zip's end with our comment after it; gives the checksum in hex."
         text = json.dumps(meta).encode()
         if len(text) + _FOOTER.size > 65535: raise ValueError(f'The metadata of a checkpoint must fit in 65 kB of JSON; these take {len(text)} bytes.')
         head = _FOOTER.pack(_MAGIC, _FORMAT, len(text), b'')[:-16]
-        self._put(self.held[:-2] + struct.pack('<H', len(text)+_FOOTER.size) + text + head)
-        self._write_all(self.hash.digest())
+        self._pass(end[:-2] + struct.pack('<H', len(text)+_FOOTER.size) + text + head)
+        self._write_all([self.hash.digest()])
         return self.hash.hexdigest()
 
 
@@ -235,7 +250,7 @@ def read_checkpoint(
         try:
             refuse_inflating(f, zipped, path)
             with allowed(): return torch.load(source, map_location=device, weights_only=True, mmap=zipped),meta
-        except UnpicklingError as e:
+        except pickle.UnpicklingError as e:
             raise UnsafeCheckpointError(f'{path} was refused: it holds more than tensors and plain values, so that loading it could run code '
                                         f'({str(e).splitlines()[0]}). If you trust it, load it with torch.load(..., weights_only=False) yourself.', path) from e
         except OSError: raise # it has the system's reason

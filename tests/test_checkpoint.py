@@ -1,5 +1,5 @@
 "One checkpoint file, on real disks: killed, cut, flipped, without room, read while it is replaced, and by stock fastai."
-import collections, ctypes, errno, os, random, re, resource, signal, stat, struct, sys, time, warnings
+import collections, ctypes, errno, os, random, re, resource, signal, stat, struct, sys, time, warnings, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -236,6 +236,26 @@ def test_a_save_writes_each_byte_once_then_syncs_the_file_renames_it_and_syncs_t
     assert sum(o.result for o in calls if 'write' in o.name) == path.stat().st_size
     assert not any(o.name in ('read', 'pread64', 'mmap', 'sendfile', 'copy_file_range') for o in calls) # nothing is read back
 
+def all_kinds():
+    big = torch.randn(50_000)
+    return {'big':big, 'part':big[9:99], 'again':[big], 'turned':torch.randn(3, 4).T, 'param':nn.Parameter(torch.ones(2)), 'none':torch.zeros(0), 'one':torch.tensor(1.),
+            'sparse':torch.eye(3).to_sparse(), 'rows':torch.eye(3).to_sparse_csr(), 'plain':[1, 2.5, 'text', b'bytes', None, (True, torch.float16)],
+            **{str(o):torch.ones(5, dtype=o) for o in (torch.bool, torch.bfloat16, torch.complex64, torch.int8)}, 'many':[torch.randn(i) for i in range(200)]}
+
+@pytest.mark.parametrize('make', [all_kinds, lambda: dict(all_kinds(), quantized=torch.quantize_per_tensor(torch.randn(9), .1, 3, torch.quint8)), dict], ids=['all', 'quantized', 'empty'])
+def test_the_file_is_what_torch_saves_byte_for_byte_but_for_its_checksums_and_our_comment(path, make):
+    state = make()
+    write_checkpoint(state, path)
+    torch.save(state, stock := path.with_name('archive.pth'))
+    ours,theirs = zipfile.ZipFile(path),zipfile.ZipFile(stock)
+    assert [(o.filename, o.header_offset, o.file_size) for o in ours.infolist()] == [(o.filename, o.header_offset, o.file_size) for o in theirs.infolist()]
+    with open(path, 'rb') as a, open(stock, 'rb') as b:
+        for o in theirs.infolist():
+            if o.filename.endswith('serialization_id'): continue # made of the checksums
+            start,n = o.header_offset+30+len(o.filename),o.file_size+64
+            for f in (a, b): f.seek(start)
+            assert a.read(n)[:-64] == b.read(n)[:-64], o.filename
+
 def test_metadata_are_read_without_the_weights(path):
     write_version(path, 1, 1_000_000)
     calls = calls_of(lambda: read_metadata(path))
@@ -283,12 +303,13 @@ def in_threads(n, f):
     sys.setswitchinterval(1e-6)
     with ThreadPoolExecutor(n) as pool: return list(pool.map(f, range(n)))
 
-def test_saves_in_several_threads_leave_torchs_own_checksum_as_it_was(tmp_path):
-    def scenario():
-        before = torch.serialization.get_crc32_options()
-        in_threads(4, lambda i: [write_version(tmp_path/f'{i}.pth', v, 9) for v in range(50)])
-        return torch.serialization.get_crc32_options() == before
-    assert values(run(scenario, 1, group=False)) == [True]
+def test_saves_in_several_threads_disturb_neither_each_other_nor_those_of_torch(tmp_path):
+    def save(i):
+        for v in range(50):
+            if i: write_version(tmp_path/f'{i}.pth', v, 99)
+            else: torch.save({'a':torch.full((99,), v)}, tmp_path/'0.pth')
+            assert torch.load(tmp_path/f'{i}.pth')['a'].tolist() == [v]*99
+    in_threads(4, save)
 
 def test_loads_in_several_threads_allow_what_they_need_and_forget_nothing_that_the_user_allowed(tmp_path):
     torch.save({'opt':[np.float64(i) for i in range(200)]}, path := tmp_path/'stock.pth')

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest, torch
 from fastai.basics import Callback, CancelFitException, Datasets, Learner, load_learner, nn
 from fastai.callback.schedule import lr_find # noqa: F401 (patches Learner)
-from torch.serialization import get_crc32_options
 
 from fastai_ddp_callbacks import (CheckpointError, CheckpointWriteError, DDPEarlyStoppingCallback, DDPSaveModelCallback, ddp_ctx, rank, read_checkpoint, read_metadata,
                                   verify_checkpoint, write_checkpoint)
@@ -245,7 +244,7 @@ def test_all_is_as_in_the_foreground_and_every_path_that_is_named_is_durable(tmp
         results.append((digest(learn.model), told(cb), all_in(folder)))
     assert results[0][:2] == results[1][:2] and same(*({k:list(v) for k,v in o[2].items()} for o in results))
 
-def test_two_of_them_in_one_fit_keep_out_of_each_other_s_way_and_leave_torch_and_sigterm_as_they_were(tmp_path):
+def test_two_of_them_in_one_fit_keep_out_of_each_other_s_way_and_leave_sigterm_as_it_was(tmp_path):
     best,every,depths = saver(fname='best'),saver(every_epoch=True, fname='e'),[]
     def depth(): depths.append(len(inspect.stack()))
     def signalled(o):
@@ -254,7 +253,7 @@ def test_two_of_them_in_one_fit_keep_out_of_each_other_s_way_and_leave_torch_and
         signal.raise_signal(signal.SIGTERM)
     waits = iter([.05, .15, .25, .05, .15, .05, .25, .05]*4)
     with own_handler(depth), disk(lambda: time.sleep(next(waits))): fit(learner(tmp_path), best, UP_AND_DOWN, every, At('before_train', signalled))
-    assert files(tmp_path) == {'best.pth':3} | {f'e_{i}.pth':i for i in range(5)} and best.best == 1. and get_crc32_options()
+    assert files(tmp_path) == {'best.pth':3} | {f'e_{i}.pth':i for i in range(5)} and best.best == 1.
     assert len(depths) == 2 and depths[1]-depths[0] <= 4 # no handler is left over from each epoch
 
 def the_end(how):
