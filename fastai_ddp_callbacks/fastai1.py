@@ -3,7 +3,7 @@
 `fit`, `lr_find` and `validate` all call `on_train_begin`. Which of them it was shows when the first epoch begins, so
 that is where our callbacks start; in the others they stay inert."""
 from __future__ import annotations
-import math, sys
+import math, sys, time
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import fastprogress.fastprogress, numpy as np, torch
 from fastai.callbacks.tracker import (EarlyStoppingCallback, ReduceLROnPlateauCallback, SaveModelCallback, TerminateOnNaNCallback,
                                       TrackerCallback)
+from fastai.basic_train import LearnerCallback
 from fastai.core import camel2snake
 from fastai.distributed import DistributedTrainer, TextClasDataBunch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,7 @@ from .distributed import _tell, agree, rank, reports_failure, run_on_main, say, 
 from .environment import process_group
 from .loading import load_everywhere
 from .store import Store
+from .timeline import straggler_line
 from .values import REDUCTIONS
 from .weights import model_state, plain, size_of
 
@@ -215,11 +217,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _resume(self, state):
         super()._resume(state)
-        self._store.resume(state['run'], self._found, state['file'])
-        if self._store.best: self.best = self._store.best.value
-        elif state['file']:
-            say(f'The best model of the run that goes on, with {self.monitor} value {self.best}, is no longer there: the next one counts as the best.', warn=True)
-            self.best = float('inf') if self.operator is np.less else -float('inf')
+        self.best = self._store.resume_best(state, self._found, float('inf') if self.operator is np.less else -float('inf'))
 
     def on_train_end(self, exception=False, **kwargs):
         try: super().on_train_end(exception=exception, **kwargs)
@@ -308,6 +306,17 @@ class DDPTerminateOnNaNCallback(TerminateOnNaNCallback):
 
 # -- the context
 
+class _Watch(LearnerCallback):
+    "Tells who kept the others waiting in a fit that ends well."
+    cb_name,_order,_begun = 'ddp_watch',200,None # when all others have come to their end
+    def on_train_begin(self, pbar=None, **kwargs):
+        if _is_fit(pbar): self._begun = time.time_ns()
+
+    def on_train_end(self, exception=False, **kwargs):
+        line = straggler_line(self._begun, time.time_ns()) if self._begun and not exception else None
+        if line: say(line)
+        self._begun = None
+
 
 class _DDPTrainer(DistributedTrainer):
     "A `DistributedTrainer` for any device, which leaves `validate` alone and can be undone when a fit has raised."
@@ -356,9 +365,9 @@ def ddp_ctx(
 def _distributed(learn, kwargs):
     trainer,bars = _DDPTrainer(learn, **kwargs),fastprogress.fastprogress
     no_bar,bars.NO_BAR = bars.NO_BAR,rank() != 0 or bars.NO_BAR
-    learn.callbacks.append(trainer)
+    learn.callbacks += [trainer, _Watch(learn)]
     try: yield
     finally:
         trainer.on_train_end()
-        bars.NO_BAR,learn.callbacks[:] = no_bar,[o for o in learn.callbacks if not isinstance(o, _DDPTrainer)]
-        del learn.distributed_trainer
+        bars.NO_BAR,learn.callbacks[:] = no_bar,[o for o in learn.callbacks if not isinstance(o, (_DDPTrainer, _Watch))]
+        del learn.distributed_trainer,learn.ddp_watch

@@ -109,11 +109,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             self._store.files,self._store.best = files,best
             if not self._resumed: self.best = best.value if best else self._worst()
         if not self._resumed: return
-        self._store.resume(self._resumed['run'], files, self._resumed['file'])
-        if self._store.best: self.best = self._store.best.value
-        elif self._resumed['file']:
-            say(f'The best model of the run that goes on, with {self.monitor} value {self.best}, is no longer there: the next one counts as the best.', warn=True)
-            self.best = self._worst()
+        self.best = self._store.resume_best(self._resumed, files, self._worst())
 
     def fit_failed(self):
         "Give the name back. `ddp_ctx` tells one that stays on the learner of an exception; no event does."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .checkpoint import read_metadata, temporary_beside, write_checkpoint, write_error
+from .distributed import say
 from .errors import CheckpointError, CheckpointWriteError
 from .lock import Lock
 
@@ -149,6 +150,18 @@ class Store:
         self.best = next((o for o in files if o.checksum == best), None)
         top = min((o for o in files if o.value is not None), key=lambda o: self._rank(o.value), default=None)
         if top and (self.best is None or self._rank(top.value) < self._rank(self.best.value)): self.best = top
+
+    def resume_best(self,
+        state:dict, # of the callback in the run that was interrupted, with `run`, `file`, `best` and `monitor`
+        files, # what rank 0 has `found`
+        worst, # value that any other is better than
+    ): # value of the best from now on
+        "Go on with the files of that run. A warning if the best is no longer there."
+        self.resume(state['run'], files, state['file'])
+        if self.best: return self.best.value
+        if not state['file']: return state['best']
+        say(f"The best model of the run that goes on, with {state['monitor']} value {state['best']}, is no longer there: the next one counts as the best.", warn=True)
+        return worst
 
     def write(self,
         state, # for `write_checkpoint`

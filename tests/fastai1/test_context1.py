@@ -1,5 +1,5 @@
 "fastai 1: DistributedDataParallel on any device and with any number of ranks, and a learner that is as it was afterwards."
-import os, socket, subprocess, sys
+import os, re, socket, subprocess, sys, time
 from pathlib import Path
 
 import pytest, torch.distributed as dist
@@ -124,6 +124,17 @@ def test_a_context_within_a_context_changes_nothing(tmp_path):
         return digest(learn.model),type(learn.model).__name__,type(learn.data.train_dl.sampler).__name__
     a,b = values(run(scenario, 2))
     assert a == b and 'Distributed' not in a[1]+a[2]
+
+def test_after_a_fit_one_line_says_which_rank_kept_the_others_waiting(tmp_path):
+    def scenario():
+        learn = learner(tmp_path)
+        fit(learn, DDPSaveModelCallback(learn), Hook(learn, 'epoch_end', lambda **_: time.sleep(1.2*(rank() == 1))), n=1)
+        fit(learn, n=1)
+        return hasattr(learn, 'ddp_watch')
+    results = run(scenario, 2)
+    assert values(results) == [False, False]
+    told = [re.findall(r'rank 1 cost the other 1\..* % of this fit\), mostly at ', o.output) for o in results]
+    assert list(map(len, told)) == [1, 0]
 
 def test_lr_find_ends_together_though_the_loss_diverges_on_one_rank(tmp_path):
     def scenario():
