@@ -207,17 +207,17 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _prepare(self, n_epochs):
         self._store.prepare(3*size_of(self.learn.model.state_dict()), n_epochs) # with the optimizer's state
-        if not self._resumed: return []
-        self._store.run = self._resumed['run']
-        return self._store.found()
+        return self._store.found_whole(self._resumed['run']) if self._resumed else []
 
-    def state_dict(self) -> dict:
-        best = self._store.best if self._store else None
-        return dict(super().state_dict(), run=self._store.run if self._store else None, file=best.checksum if best else None)
+    def state_dict(self) -> dict: return dict(super().state_dict(), **(self._store.state() if self._store else {}))
+
+    def load_state_dict(self, state:dict):
+        super().load_state_dict(state)
+        if 'run' not in state: self._resumed = None # of a fit without an epoch
 
     def _resume(self, state):
         super()._resume(state)
-        self.best = self._store.resume_best(state, self._found, float('inf') if self.operator is np.less else -float('inf'))
+        self.best = self._store.resume(state, self._found, self.operator, float('inf') if self.operator is np.less else -float('inf'))
 
     def on_train_end(self, exception=False, **kwargs):
         try: super().on_train_end(exception=exception, **kwargs)

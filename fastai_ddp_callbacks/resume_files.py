@@ -33,7 +33,7 @@ class ResumeFiles:
             try: meta = read_metadata(path) or {}
             except CheckpointError as e: damaged.append(e)
             else:
-                if meta.get('resume') == self.name: metas[path] = meta
+                if meta.get('resume') == self.name and meta.get('name') == self.store.name_of(path): metas[path] = meta
         self.sequence = max((o['sequence'] for o in metas.values()), default=0)
         if resume == 'never': return None
         path = self._newest_whole(metas, damaged, n_epoch)
@@ -46,9 +46,8 @@ class ResumeFiles:
         if n_epoch < meta['n_epoch'] or n_epoch != meta['n_epoch'] and scheduled:
             raise ValueError(f'{path} is of a fit of {meta["n_epoch"]} epochs, and this one is to have {n_epoch}' + (', which gives another schedule' if scheduled else '') +
                              ". Give this fit another name, or resume='never' to start anew.")
-        self.store.run = meta['run']
-        self.store.resume(meta['run'], [o for o in self.store.found() if o.path in metas])
-        self.store.resumed = path
+        self.store.run,self.store.resumed = meta['run'],path
+        self.store.files = [o for o in self.store.found() if o.path in metas]
         if meta['finished']: self._delete(self.store.forget()) # no save comes after it that would: the one that wrote it may have been killed before
         return path,meta['checksum'],meta
 
@@ -93,10 +92,11 @@ def load(
     return kept
 
 def named(callbacks):
-    "(name, callback) by class, and by number if there are several of one: what its state is filed under."
+    "(name, callback) by class and by name of the file that it writes, and by number if there are several of one: what its state is filed under."
     seen = {}
     for cb in callbacks:
-        name = type(cb).__name__
+        fname = vars(cb).get('fname', vars(cb).get('name')) # as fastai 2 and fastai 1 call it
+        name = f'{type(cb).__name__} {fname}' if fname else type(cb).__name__
         seen[name] = seen.get(name, 0)+1
         yield f'{name}-{seen[name]}',cb
 

@@ -14,7 +14,7 @@ from .errors import CheckpointError, CheckpointWriteError, MismatchedCheckpointE
 from .loading import load_everywhere
 from .safety import refuse_unsafe
 from .store import Saved, Store, check_name, delete
-from .tracker import DDPTrackerCallback
+from .tracker import DDPTrackerCallback, in_validation
 from .weights import model_state, plain, size_of
 from .writer import Writer
 
@@ -28,7 +28,8 @@ def _several(cb):
 def _targets(cb):
     "The files that a callback writes, as far as they can be told before."
     name = str(cb.fname)
-    return {os.path.normpath(o) for o in (name if '{' in name or not _several(cb) else f'{name}_{{epoch}}', getattr(cb, 'last', None)) if o}
+    plain = '{' in name or not _several(cb)
+    return {os.path.normpath(o) for o in (name if plain or cb.at_end else None, None if plain else f'{name}_{{epoch}}', getattr(cb, 'last', None)) if o}
 
 def _real(o):
     "A metric as a number; None if it is none."
@@ -52,7 +53,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     Only what this callback has saved is loaded or deleted: in the same fit, or in an earlier one that `best` comes from
     (`reset_on_fit=False`). `CheckpointInUseError` on every rank, before the first batch, if another run that still lives
     saves under the same name; a warning if the disk looks too small."""
-    name,_store,_value,_row,_met = 'save_model',None,None,{},False # of the epoch: the agreed value, and rank 0's of all columns
+    name,_store,_over,_value,_row,_met = 'save_model',None,None,None,{},False # of the epoch: the agreed value, and rank 0's of all columns
 
     def __init__(self,
         monitor='valid_loss', # value (usually loss or metric) being monitored.
@@ -109,7 +110,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             self._store.files,self._store.best = files,best
             if not self._resumed: self.best = best.value if best else self._worst()
         if not self._resumed: return
-        self.best = self._store.resume_best(self._resumed, files, self._worst())
+        self.best = self._store.resume(self._resumed, files, self._better, self._worst())
 
     def fit_failed(self):
         "Give the name back. `ddp_ctx` tells one that stays on the learner of an exception; no event does."
@@ -119,13 +120,15 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         self._store.release()
 
     def state_dict(self) -> dict:
-        best = self._store.best if self._store else None
-        return dict(super().state_dict(), run=self._store.run if self._store else None, file=best.checksum if best else None,
-                    last_saved_path=str(self.last_saved_path) if self.last_saved_path else None)
+        if not self._store: return super().state_dict() # before the first epoch
+        return dict(super().state_dict(), **self._store.state(), last_saved=self._store.name_of(self.last_saved_path) if self.last_saved_path else None)
 
     def load_state_dict(self, state:dict):
         super().load_state_dict(state)
-        self.last_saved_path = Path(state['last_saved_path']) if state['last_saved_path'] else None
+        self._over = None
+        if 'run' not in state: self._resumed = None
+        elif state.get('finished'): self._over = state
+        if 'run' in state: self.last_saved_path = (self.learn.path/self.learn.model_dir/state['last_saved']).absolute() if state['last_saved'] else None
 
     def _prepare(self, goes_on):
         if self._writer.busy: # an earlier fit has ended by an exception
@@ -140,9 +143,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         except CheckpointWriteError as e:
             if self.on_error == 'raise': raise
             say(str(e), warn=True)
-        if not self._resumed: return self._store.files,self._store.best
-        self._store.run = self._resumed['run']
-        return self._store.found(),None
+        return (self._store.found_whole(self._resumed['run']), None) if self._resumed else (self._store.files, self._store.best)
 
     def _forget(self):
         super()._forget()
@@ -158,7 +159,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def after_epoch(self):
         "Save if the agreed value is the best so far, or among those to keep, or if a save is due after this epoch."
-        if not self._training: return
+        if not self._training or in_validation(): return
         due = self._trained and self._rhythm > 0 and self.epoch%self._rhythm == 0
         self._row,self._value,self._met = self._own_values(),None,False
         agrees = self._follows and (due or bool(self.keep_best) or not self.every_epoch)
@@ -166,7 +167,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if agrees: super().after_epoch()
         else: self.new_best = self._trained = self._validated = False
         if self.new_best: say(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
-        among = self._value is not None and (self.keep_best or 1) > 1 and self._store.wants(self._value, [o.value for o in self._due])
+        among = self._value is not None and (self.keep_best or 1) > 1 and self._store.wants(self.epoch, self._value, [o.value for o in self._due])
         last = self.epoch == self.n_epoch-1
         if due or self.new_best or among: self._save(now=last or not self.background)
         elif last: self._settle()
@@ -181,11 +182,15 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def after_fit(self):
         "Load the best model, or save the last one."
-        if self._resumed and not self._training: # nothing was left to train
+        if in_validation(): return
+        over,self._over = self._over,None
+        if (self._resumed or over) and not self._training: # nothing was left to train
+            self._resumed = self._resumed or over
             self._start()
-            self._training = True
+            self._training,self._resumed = not over,None
         trained = self._training
         super().after_fit()
+        if over: self._store.release()
         if not trained: return
         self.new_best,self._value,self._met = False,None,False
         if self.at_end: self._save(self.fname if not self._store.fields else None)
@@ -233,7 +238,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if self.with_opt and self.learn.opt is not None: state = {'model':state, 'opt':plain(self.learn.opt.state_dict())}
         meta = dict(epoch=self.epoch, iteration=self.train_iter, monitor=self.monitor, value=self._value, world_size=world_size(), fastai=version('fastai'),
                     metrics={k:v for k,v in list(fields.items())[:100] if isinstance(v, float) and math.isfinite(v) and len(k) < 200}) # they must fit in 65 kB
-        path = self._store.place(fields, self._store.again-{self._store.best and self._store.best.path}) if name is None else self._store.folder/f'{name}.pth'
+        path = self._store.place(fields, self._store.replaced(self.epoch, self._value)) if name is None else self._store.folder/f'{name}.pth'
         write = partial(self._store.write, path=path, meta=meta)
         if now: return [*outcomes, self._outcome(lambda: write(state), self._due[-1])]
         self._writer.start(write, state)
@@ -262,8 +267,8 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _load_best(self):
         best = self._store.best
         if best is None:
-            return say(f'No model was saved during this fit, as {self.monitor} never improved (or no save succeeded): the weights stay as training left them, '
-                       'and a file of an earlier run is not loaded.', warn=True)
+            return say(f'No {"best " if self._store.files else ""}model was saved during this fit, as {self.monitor} never improved (or no save succeeded): '
+                       'the weights stay as training left them, and a file of an earlier run is not loaded.', warn=True)
         load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt if self.with_opt else None, self._opt_fits if self.with_opt else None)
 
     def _load_opt(self, rest):

@@ -10,6 +10,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 
 from .batchflag import BatchFlag
 from .distributed import broadcast, say, world_size
+from .tracker import in_validation
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
 
@@ -21,7 +22,7 @@ class _StopTogether(Callback):
     def before_fit(self):
         "Take no part in `lr_find` and `get_preds`."
         self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        self._training = False
+        if not in_validation(): self._training = False
 
     def before_train(self):
         if not self._training: self._flag = BatchFlag(self.name)
@@ -37,6 +38,7 @@ class _StopTogether(Callback):
 
     def after_fit(self):
         "Leave nothing under way."
+        if in_validation(): return
         ranks,self._training = self._flag.read() if self._training else [],False
         if ranks: self._explain(ranks)
 
@@ -64,7 +66,7 @@ class DDPStopCallback(_StopTogether):
 
     def after_fit(self):
         super().after_fit()
-        self._asked = None # of this fit, which is over
+        if not in_validation(): self._asked = None # of this fit, which is over
 
     def ask(self,
         reason='no reason given' # for the message; str

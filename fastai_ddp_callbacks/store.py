@@ -7,7 +7,7 @@ import os, secrets, shutil, string, warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from .checkpoint import read_metadata, temporary_beside, write_checkpoint, write_error
+from .checkpoint import read_metadata, temporary_beside, verify_checkpoint, write_checkpoint, write_error
 from .distributed import say
 from .errors import CheckpointError, CheckpointWriteError
 from .lock import Lock
@@ -58,7 +58,7 @@ class Store:
         self.template = f'{self.fname}_{{epoch}}' if several and not self.fields else self.fname
         self.files,self.best,self.run = [],None,secrets.token_hex(6) # `Saved`, oldest first; the best of them; rank 0's is in the files
         self._noted = set()
-        self.again = set()
+        self.again = [] # `Saved` of a run that goes on from before they were written: their epochs are trained once more
         self.resumed = None # path of the file with which this process went on
         self.locks = [Lock(self._base()/f'.{o.replace("/", "%")}.lock', f'{o!r} in {self.folder}') for o in (self.template, last) if o]
 
@@ -70,12 +70,12 @@ class Store:
         return bool(self.keep_best or self.keep_last)
 
     def wants(self,
-        value, # of an epoch
+        epoch, value, # of the model that there is now
         others=(), # values of what is being written
     ) -> bool:
         "Whether `value` is among the best of the run."
-        k,rank = self.keep_best or 1,self._rank
-        best = sorted(rank(o) for o in (*(o.value for o in self.files), *others) if o is not None)
+        k,rank,again = self.keep_best or 1,self._rank,self.replaced(epoch, value)
+        best = sorted(rank(o) for o in (*(o.value for o in self.files if o.path not in again), *others) if o is not None)
         return len(best) < k or rank(value) < best[k-1]
 
     def _rank(self, value): return value if self.lower else -value
@@ -87,10 +87,19 @@ class Store:
         "Note what rank 0 has written, and forget what it is to delete."
         if saved in self._noted: return []
         self._noted.add(saved)
-        if best: self.best = saved
+        again = self.replaced(saved.epoch, saved.value)
+        if best or self.best and self.best.path in again: self.best = saved
         elif self.best and self.best.path == saved.path: self.best = None # overwritten
-        self.files = [o for o in self.files if o.path != saved.path] + [saved]
-        return self.forget()
+        victims = [o for o in self.files if o.path in again and o.path != saved.path] if self.selective else []
+        self.files = [o for o in self.files if o.path != saved.path and o not in victims] + [saved]
+        self.again = [o for o in self.again if o.path not in again]
+        return victims + self.forget()
+
+    def replaced(self,
+        epoch, value, # of a model that is to be saved
+    ) -> set:
+        "The paths of what this run has saved of the same epoch before it was interrupted. What was better then, and the best, stays."
+        return {o.path for o in self.again if o.epoch == epoch and (o != self.best or value is not None and self._rank(value) <= self._rank(o.value))}
 
     def forget(self) -> list: # what is no longer to be kept
         "Forget what rank 0 is to delete."
@@ -125,7 +134,7 @@ class Store:
 
     def place(self,
         fields, # dict of names and values, of the template
-        over=(), # paths of this run that may be overwritten, beside the only one if there is no more
+        over=(), # paths of this run that may be overwritten, beside the only one where no more is kept
     ) -> Path: # of the next file
         path = self.folder/f'{self.format(fields)}.pth'
         if self.fields or self.selective and self.several: # no file is overwritten: not one of another run, and not one of equal name that is kept
@@ -135,33 +144,51 @@ class Store:
 
     def found(self) -> list:
         "The `Saved` of this run that are on disk, oldest first by what they say of themselves: the run may have gone on after it was saved itself."
-        last = self.folder/f'{self.last}.pth'
-        metas = {o:m for o in self._base().rglob('*.pth') if o != last and (m := _metadata(o)) and m.get('run') == self.run}
+        metas = {o:m for o in self._base().rglob('*.pth') if (m := self.own_metadata(o)) and m.get('run') == self.run}
         return [Saved(str(o), m['checksum'], m['epoch'], m['value']) for o,m in sorted(metas.items(), key=lambda o: (o[1].get('iteration', 0), o[1]['time']))]
 
-    def resume(self,
-        run, # id of a run that was interrupted
-        files, # what rank 0 has `found` of it
-        best=None, # the checksum that was the best's
-    ):
-        "Go on with the files of that run."
-        self.run,self.files = run,list(files)
-        self.again = {o.path for o in files} # may be written once more, when their epochs are trained again
-        self.best = next((o for o in files if o.checksum == best), None)
-        top = min((o for o in files if o.value is not None), key=lambda o: self._rank(o.value), default=None)
-        if top and (self.best is None or self._rank(top.value) < self._rank(self.best.value)): self.best = top
+    def own_metadata(self,
+        path # of a file in the folder
+    ) -> dict|None:
+        "What a file says of itself; None if it is damaged, a stock one, or a copy that somebody has made."
+        try: meta = read_metadata(path)
+        except CheckpointError: return None
+        return meta if meta and meta.get('name') == self.name_of(path) else None
 
-    def resume_best(self,
-        state:dict, # of the callback in the run that was interrupted, with `run`, `file`, `best` and `monitor`
-        files, # what rank 0 has `found`
+    def name_of(self, path) -> str: return Path(os.path.relpath(path, self.folder)).as_posix()
+
+    def found_whole(self, run) -> list:
+        "Take the place of a run that was interrupted. What is damaged is gone, which a warning tells."
+        self.run,whole = run,[]
+        for o in self.found():
+            try: verify_checkpoint(o.path)
+            except CheckpointError as e: say(str(e), warn=True)
+            else: whole.append(o)
+        return whole
+
+    def state(self) -> dict:
+        "What a run that is interrupted needs to go on: plain values."
+        return dict(run=self.run, files=[[self.name_of(o.path), o.checksum] for o in self.files], file=self.best.checksum if self.best else None,
+                    path=self.name_of(self.best.path) if self.best else None)
+
+    def resume(self,
+        state:dict, # of a callback in the run that was interrupted: this `state`, `best` and `monitor`
+        found, # what rank 0 has `found_whole` of that run
+        better, # function that compares a value to the best
         worst, # value that any other is better than
     ): # value of the best from now on
         "Go on with the files of that run. A warning if the best is no longer there."
-        self.resume(state['run'], files, state['file'])
-        if self.best: return self.best.value
-        if not state['file']: return state['best']
-        say(f"The best model of the run that goes on, with {state['monitor']} value {state['best']}, is no longer there: the next one counts as the best.", warn=True)
-        return worst
+        known = {checksum for _,checksum in state['files']}
+        self.run,self.files,self.again = state['run'],list(found),[o for o in found if o.checksum not in known]
+        self.best,value = next((o for o in found if o.checksum == state['file']), None),state['best']
+        if state['file'] and self.best is None and all(self.name_of(o.path) != state['path'] for o in self.again):
+            self.best = min((o for o in found if o.value is not None and o not in self.again), key=lambda o: self._rank(o.value), default=None)
+            value = self.best.value if self.best else worst
+            say(f"The best model of the run that goes on, with {state['monitor']} value {state['best']}, is no longer there: " +
+                (f'the best that is left, with {value}, takes its place.' if self.best else 'the next one counts as the best.'), warn=True)
+        for o in self.again:
+            if o.value is not None and better(o.value, value): self.best,value = o,o.value
+        return value
 
     def write(self,
         state, # for `write_checkpoint`
@@ -169,7 +196,7 @@ class Store:
         meta, # more metadata; `epoch` and `value` are needed
     ) -> Saved:
         "Save. May run in a thread."
-        meta = write_checkpoint(state, path, dict(meta, run=self.run))
+        meta = write_checkpoint(state, path, dict(meta, run=self.run, name=self.name_of(path)))
         if self.last:
             try: _also_call(path, self.folder/f'{self.last}.pth')
             except CheckpointWriteError as e: warnings.warn(f'{path} is saved, but cannot have its second name: {e}', stacklevel=2)
@@ -177,6 +204,7 @@ class Store:
 
     def release(self):
         "Let other runs have the name."
+        self.again = [] # another fit has epochs of the same numbers
         for o in self.locks: o.release()
 
     def format(self, fields) -> str:
@@ -189,10 +217,6 @@ class Store:
         fixed = next((o for o,*_ in _names.parse(self.fname)), '')
         return (self.folder/f'{fixed}_').parent
 
-
-def _metadata(path):
-    try: return read_metadata(path)
-    except CheckpointError: return None # not one that could be used
 
 def _also_call(path, name):
     "Give the file a second name, in one step; a copy where the disk knows no hard links."

@@ -1,10 +1,11 @@
 "fastai 2: the tracker family, with one value and one decision for all ranks."
 from __future__ import annotations
-import math
+import math, sys
 
 import numpy as np
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
+from fastai.learner import Learner
 
 from .distributed import agree, reports_failure, say
 from .environment import hide_stray_environment, restore_environment
@@ -14,6 +15,15 @@ __all__ = ['DDPTrackerCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlate
 
 _HIGHER_IS_BETTER = ('acc', 'precision', 'recall', 'f1', 'fbeta', 'f_beta', 'auc', 'dice', 'jaccard', 'iou', 'kappa', 'matthews', 'corr',
                      'r2', 'bleu', 'score', 'map', 'top_k', 'variance')
+
+
+def in_validation() -> bool:
+    "Whether an event comes from `validate` or `get_preds`. They have some of those of a fit, and may be called in the midst of one."
+    f = sys._getframe()
+    while f and f.f_code not in _VALIDATION and not (f.f_code is Learner._with_events.__code__ and f.f_locals['event_type'] == 'fit'): f = f.f_back
+    return f is not None and f.f_code in _VALIDATION
+
+_VALIDATION = {o.__code__ for o in (Learner.validate, Learner.get_preds, Learner.__enter__, Learner.__exit__)} # the last two are those of `validation_context`
 
 
 class DDPTrackerCallback(TrackerCallback):
@@ -40,7 +50,7 @@ class DDPTrackerCallback(TrackerCallback):
     def before_fit(self):
         "Take no part in `lr_find` and `get_preds`."
         self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        self._training = False # `validate` comes as far as here too, and no further
+        if not in_validation(): self._training = False
 
     def before_train(self):
         "Prepare the monitored value, once per fit."
@@ -64,12 +74,12 @@ class DDPTrackerCallback(TrackerCallback):
         return dict(monitor=self.monitor, best=None if self.best is None else float(self.best))
 
     def load_state_dict(self,
-        state:dict # as `state_dict` gave it, in a fit that was interrupted
+        state:dict # as `state_dict` gave it, in a fit that was interrupted; with `finished=True` in one that had come to its end
     ):
         "Go on from there in the fit that begins. `ValueError` if another column was followed."
         if state['monitor'] != self.monitor:
             raise ValueError(f"{type(self).__name__}(monitor={self.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
-        self._resumed,self.best = state,state['best']
+        self._resumed,self.best = None if state.get('finished') else state,state['best']
 
     def _resume(self, state): self.best = state['best']
 
@@ -81,7 +91,8 @@ class DDPTrackerCallback(TrackerCallback):
 
     # What an epoch has gone through: its last record may be of an earlier one, if a callback has cancelled it early on.
     def after_train(self): self._trained = True
-    def after_validate(self): self._validated = True
+    def after_validate(self):
+        if not in_validation(): self._validated = True
     def after_cancel_epoch(self): self._trained = self._validated = False
 
     def _columns(self):
@@ -111,8 +122,8 @@ class DDPTrackerCallback(TrackerCallback):
 
     def after_epoch(self):
         "Agree on the last value and decide."
+        if not self._training or in_validation(): return
         self.new_best = False
-        if not self._training: return
         val = self._agreed_value()
         self._trained = self._validated = False
         if val is not None: self._decide(val)
@@ -120,8 +131,10 @@ class DDPTrackerCallback(TrackerCallback):
     def _decide(self, val):
         "Compare the value to the best up to now."
         # nothing is less or greater than NaN, but a comparison that a user wrote may say otherwise
-        self.new_best = math.isfinite(val) and bool(self.comp(val - self.min_delta, self.best))
+        self.new_best = self._better(val, self.best)
         if self.new_best: self.best = val
+
+    def _better(self, val, best): return math.isfinite(val) and bool(self.comp(val - self.min_delta, best))
 
     def after_fit(self):
         restore_environment()

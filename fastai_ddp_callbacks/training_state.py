@@ -8,8 +8,10 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.distributed import DistributedDL
 
+from .distributed import say
 from .resume_files import named, offers
 from .random_state import nested, random_state, restore_random
+from .tracker import DDPTrackerCallback
 from .weights import plain
 
 __all__ = ['number', 'shared_state', 'restore_shared', 'own_state', 'restore_own', 'loaders']
@@ -43,9 +45,10 @@ def restore_shared(
     if rec.values: learn.final_record = rec.values[-1].copy()
     learn.pct_train,learn.train_iter = state['pct_train'],state['train_iter']
     if state['scaler'] and getattr(learn, 'scaler', None): learn.scaler.load_state_dict(state['scaler'])
-    for k,cb in named(learn.cbs):
-        if k in state['callbacks']: _restore(cb, state['callbacks'][k])
-        if finished: vars(cb).pop('_resumed', None) # for ours nothing begins
+    cbs,kept = {k:cb for k,cb in named(learn.cbs) if _has_state(cb)},state['callbacks']
+    for k in cbs.keys() & kept.keys(): _restore(cbs[k], dict(kept[k], finished=finished) if isinstance(cbs[k], DDPTrackerCallback) else kept[k])
+    others = [f'{", ".join(sorted(o))} {what}' for o,what in ((cbs.keys()-kept.keys(), 'begins anew'), (kept.keys()-cbs.keys(), 'is not there any more')) if o]
+    if others and not finished: say(f'The fit that goes on had other callbacks: {"; ".join(others)}.', warn=True)
 
 def sizes(learn) -> list:
     "How many samples there are, and how many in a batch, as far as the loader tells."
@@ -68,6 +71,8 @@ def check_kind(learn, opt, state, now):
         was = state['callbacks'].get(k, {})
         if isinstance(cb, TrackerCallback) and was.get('monitor', cb.monitor) != cb.monitor:
             raise ValueError(f"{type(cb).__name__}(monitor={cb.monitor!r}): the fit to go on with followed {was['monitor']!r}.")
+
+def _has_state(cb): return offers(cb) or isinstance(cb, (ParamScheduler, TrackerCallback))
 
 def _state(cb):
     if offers(cb): return plain(cb.state_dict())
