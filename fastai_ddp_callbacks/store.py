@@ -168,26 +168,26 @@ class Store:
 
     def state(self) -> dict:
         "What a run that is interrupted needs to go on: plain values."
-        return dict(run=self.run, files=[[self.name_of(o.path), o.checksum] for o in self.files], file=self.best.checksum if self.best else None,
-                    path=self.name_of(self.best.path) if self.best else None)
+        path,file,_,value = self.best or (None,)*4
+        return dict(run=self.run, files=[o.checksum for o in self.files], file=file, path=path and self.name_of(path), value=value)
 
     def resume(self,
-        state:dict, # of a callback in the run that was interrupted: this `state`, `best` and `monitor`
+        state:dict, # of a callback in the run that was interrupted: the `state` of its store, and `monitor`
         found, # what rank 0 has `found_whole` of that run
         better, # function that compares a value to the best
         worst, # value that any other is better than
     ): # value of the best from now on
         "Go on with the files of that run. A warning if the best is no longer there."
-        known = {checksum for _,checksum in state['files']}
-        self.run,self.files,self.again = state['run'],list(found),[o for o in found if o.checksum not in known]
-        self.best,value = next((o for o in found if o.checksum == state['file']), None),state['best']
-        if state['file'] and self.best is None and all(self.name_of(o.path) != state['path'] for o in self.again):
-            self.best = min((o for o in found if o.value is not None and o not in self.again), key=lambda o: self._rank(o.value), default=None)
-            value = self.best.value if self.best else worst
-            say(f"The best model of the run that goes on, with {state['monitor']} value {state['best']}, is no longer there: " +
-                (f'the best that is left, with {value}, takes its place.' if self.best else 'the next one counts as the best.'), warn=True)
+        self.run,self.files,self.again = state['run'],list(found),[o for o in found if o.checksum not in state['files']]
+        self.best = next((o for o in found if o.checksum == state['file']), None)
+        value = worst if state['value'] is None else state['value']
         for o in self.again:
             if o.value is not None and better(o.value, value): self.best,value = o,o.value
+        if state['file'] and self.best is None and all(self.name_of(o.path) != state['path'] for o in self.again): # nor overwritten by this run
+            self.best = min((o for o in found if o.value is not None and o not in self.again), key=lambda o: self._rank(o.value), default=None)
+            value = self.best.value if self.best else worst
+            say(f"The best model of the run that goes on, with {state['monitor']} value {state['value']}, is no longer there: " +
+                (f'the best that is left, with {value}, takes its place.' if self.best else 'the next one counts as the best.'), warn=True)
         return value
 
     def write(self,

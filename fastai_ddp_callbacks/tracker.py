@@ -105,7 +105,11 @@ class DDPTrackerCallback(TrackerCallback):
         "This rank's values of the epoch, by column. A cancelled part has no columns."
         train,valid = self._columns()
         present = train*(self._trained and not self.recorder.cancel_train) + valid*(self._validated and not self.recorder.cancel_valid)
-        return dict(reversed(list(zip(present, self.recorder.values[-1])))) if self.recorder.values else {} # of two with one name the first counts
+        row = self.recorder.values[-1] if self.recorder.values else []
+        if present and len(row) > len(train+valid):
+            raise ValueError(f'{type(self).__name__}: the Recorder has {len(row)} values of epoch {self.epoch} for {len(train+valid)} columns ({", ".join(train+valid)}). '
+                             '`validate` and `get_preds` disturb it in the midst of an epoch: call them in `after_epoch`.')
+        return dict(reversed(list(zip(present, row)))) # of two with one name the first counts
 
     def _own_value(self): return self._own_values().get(self.monitor)
 
@@ -137,6 +141,7 @@ class DDPTrackerCallback(TrackerCallback):
     def _better(self, val, best): return math.isfinite(val) and bool(self.comp(val - self.min_delta, best))
 
     def after_fit(self):
+        if in_validation(): return
         restore_environment()
         self._training,self._resumed = False,None
 

@@ -25,7 +25,8 @@ class Records(Callback):
     def __init__(self, values, column='valid_loss'): self.given,self.column = values,column
     def after_epoch(self):
         given = self.given[rank()] if isinstance(self.given, dict) else self.given
-        if len(self.recorder.values[-1]): self.recorder.values[-1][list(self.recorder.metric_names[1:]).index(self.column)] = given[self.epoch]
+        row,i = self.recorder.values[-1] if self.recorder.values else [],list(self.recorder.metric_names[1:]).index(self.column)
+        if len(row) > i: row[i] = given[self.epoch]
 
 
 class Observed(Observes, DDPSaveModelCallback):

@@ -26,6 +26,17 @@ def fit(learn, given, *cbs, n=None, column='valid_loss', lr=0.1):
     return history.epochs
 
 
+class Validates(Callback):
+    "Calls `validate` at an event of epoch 1."
+    order,busy = 70,False
+    def __init__(self, event): setattr(self, event, self.validate)
+    def validate(self):
+        if self.epoch != 1 or self.busy: return
+        self.busy = True
+        self.learn.validate()
+        self.busy = False
+
+
 # -- all ranks alike
 
 def test_all_ranks_stop_after_the_same_epoch_though_one_always_improves(tmp_path):
@@ -146,6 +157,18 @@ def test_the_column_is_found_by_its_name_in_every_epoch(tmp_path, train_metrics)
         def _decide(self, val): seen.append((val, float(self.recorder.metrics[0].value))) # the metric holds what it had in validation
     learn.fit(3, 0.01, cbs=[Spy('valid_mae' if train_metrics else 'mae', comp=np.less), NoTraining()])
     assert len(seen) == 3 and all(a == pytest.approx(b) for a,b in seen)
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_validating_after_an_epoch_is_no_new_fit(tmp_path, world_size):
+    def scenario(*cbs):
+        learn,saver,tracker = learner(tmp_path/str(len(cbs))),DDPSaveModelCallback(),DDPEarlyStoppingCallback(patience=3)
+        epochs = fit(learn, [3., 1., 2., 4., 5., 6.], saver, tracker, DDPTerminateOnNaNCallback(), *cbs)
+        return list(dict.fromkeys(epochs)),saver.best_path.name,digest(learn.model) # `validate` has the end of an epoch too
+    assert values(run(lambda: scenario(Validates('after_epoch')), world_size)) == values(run(scenario, world_size))
+
+def test_what_disturbs_the_recorder_in_the_midst_of_an_epoch_is_named(tmp_path):
+    def scenario(): return fit(learner(tmp_path), [3., 2., 1.], DDPTrackerCallback(), Validates('after_train'))
+    assert all('call them in `after_epoch`' in str(o.error) for o in run(scenario, 2))
 
 def test_start_epoch_skips_epochs_in_silence_with_every_tracker(tmp_path):
     def scenario():
