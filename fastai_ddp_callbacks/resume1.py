@@ -23,7 +23,7 @@ class DDPResumeCallback(LearnerCallback):
 
     On the CPU, with as many ranks and loaders without workers, the weights at the end are then the same to the bit. The table
     on the screen begins where it goes on, the smoothed training loss begins anew, and the Recorder's history is
-    whole, and rank 0's.
+    whole, and rank 0's. The learner numbers its fits, so that each has files of its own, with one callback or a new one for each.
     Errors are those of the callback for fastai 2; there is nothing here for the middle of an epoch, nor for signals."""
     _order = 90 # after all that is to be saved has seen the epoch
 
@@ -36,13 +36,14 @@ class DDPResumeCallback(LearnerCallback):
     ):
         if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
         super().__init__(learn)
-        self.every_epoch,self.keep,self.name,self.resume,self._files,self._fits = every_epoch,keep,name,resume,None,0
+        self.every_epoch,self.keep,self.name,self.resume,self._files = every_epoch,keep,name,resume,None
 
     def on_train_begin(self, pbar=None, n_epochs=0, **kwargs):
         "Go on, if there is something to go on with."
         if not _is_fit(pbar): return
         self._before,self._n_epochs,self._finished = _handled(),n_epochs,False
-        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, self.name if not self._fits else f'{self.name}-{self._fits+1}', self.keep)
+        done = self._fits_done()
+        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, f'{self.name}-{done+1}' if done else self.name, self.keep)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._attached())
         found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume))
@@ -72,7 +73,7 @@ class DDPResumeCallback(LearnerCallback):
         try:
             if exception or _handled() != self._before: return
             if not self._finished: self._save(epoch, iteration, True)
-            self._fits += 1
+            self.learn._fits_done[self.name] = self._fits_done()+1
         finally:
             self._files.store.release()
             self._files = None
@@ -85,6 +86,10 @@ class DDPResumeCallback(LearnerCallback):
     def _write(self, training, epoch, iteration, finished):
         write = self._files.next(dict(epoch=epoch, batch=0, n_iter=0, n_epoch=self._n_epochs, iteration=iteration, finished=finished, fastai=version('fastai')))
         self._files.keep_newest(write({'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}))
+
+    def _fits_done(self):
+        "How many fits of the learner have come to their end under this name. The learner counts them, as each fit may have a new callback."
+        return vars(self.learn).setdefault('_fits_done', {}).get(self.name, 0)
 
     def _attached(self): return [o for o in vars(self.learn).values() if isinstance(o, LearnerCallback)] # each one sets itself there
 

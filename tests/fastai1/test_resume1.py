@@ -54,3 +54,30 @@ def test_there_must_be_something_to_go_on_with_if_it_must(tmp_path):
         try: train(tmp_path, resume='must')
         except Exception as e: return str(e)
     assert all('no whole' in o for o in values(run(refused, 2)))
+
+def two_fits(path, style, kill=None):
+    "Fits of 3 and 2 epochs on one learner, with a callback for each; killed after epoch `kill` of the second."
+    learn = learner(path, callback_fns=[DDPResumeCallback] if style == 'callback_fns' else None)
+    ends = []
+    with ddp_ctx(learn):
+        for n in (3, 2):
+            hook = Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if n == 2 and epoch == kill else None, late=True)
+            learn.fit(n, 0.02, callbacks=[hook, *([DDPResumeCallback(learn)] if style == 'callbacks' else [])])
+            ends.append((digest(learn.model), len(learn.recorder.val_losses)))
+    return ends
+
+@pytest.mark.parametrize('world_size,style', [(1, 'callbacks'), (2, 'callback_fns')])
+def test_fits_are_numbered_by_the_learner_so_that_each_of_them_may_have_a_new_callback(tmp_path, world_size, style):
+    quiet = values(run(two_fits, world_size, tmp_path/'quiet', style))
+    assert [n for _,n in quiet[0]] == [3, 2] and quiet[0][0] != quiet[0][1]
+    killed = run(two_fits, world_size, tmp_path/'killed', style, 0)
+    assert [o.exitcode for o in killed] == [9]*world_size
+    assert values(run(two_fits, world_size, tmp_path/'killed', style)) == quiet # the first fit is not trained again, the second goes on
+
+def test_two_learners_count_their_fits_apart_and_a_name_counts_its_own(tmp_path):
+    def fits():
+        first,second = learner(tmp_path/'first'),learner(tmp_path/'second')
+        for learn,name in ((first, 'resume'), (second, 'resume'), (first, 'other'), (first, 'resume')):
+            learn.fit(1, 0.02, callbacks=[DDPResumeCallback(learn, name=name)])
+        return [sorted(o.name for o in (tmp_path/k/'models').glob('*_finished.pth')) for k in ('first', 'second')]
+    assert values(run(fits, 1)) == [[['other_6_finished.pth', 'resume-2_6_finished.pth', 'resume_6_finished.pth'], ['resume_6_finished.pth']]]
