@@ -1,9 +1,11 @@
 "fastai 1: a fit that was killed goes on after the last epoch that it has saved."
 from __future__ import annotations
+import sys
 from importlib.metadata import version
 
 import torch
 from fastai.basic_train import LearnerCallback
+from fastai.callback import CallbackHandler
 from fastai.callbacks.general_sched import GeneralScheduler
 from fastai.callbacks.one_cycle import OneCycleScheduler
 
@@ -36,16 +38,16 @@ class DDPResumeCallback(LearnerCallback):
     ):
         if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
         super().__init__(learn)
-        self.every_epoch,self.keep,self.name,self.resume,self._files = every_epoch,keep,name,resume,None
+        self.every_epoch,self.keep,self.name,self.resume,self._files,self._callbacks = every_epoch,keep,name,resume,None,[]
 
     def on_train_begin(self, pbar=None, n_epochs=0, **kwargs):
         "Go on, if there is something to go on with."
         if not _is_fit(pbar): return
-        self._before,self._n_epochs,self._finished = _handled(),n_epochs,False
+        self._before,self._n_epochs,self._finished,self._callbacks = _handled(),n_epochs,False,_callbacks_of_fit()
         done = self._fits_done()
         self._files = ResumeFiles(self.learn.path/self.learn.model_dir, f'{self.name}-{done+1}' if done else self.name, self.keep)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
-        scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._attached())
+        scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._callbacks)
         found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume))
         if found: return self._go_on(pbar, *found)
 
@@ -76,7 +78,7 @@ class DDPResumeCallback(LearnerCallback):
             self.learn._fits_done[self.name] = self._fits_done()+1
         finally:
             self._files.store.release()
-            self._files = None
+            self._files,self._callbacks = None,[]
 
     def _save(self, epoch, iteration, finished):
         recorder = {k:plain([o.tolist() if isinstance(o, torch.Tensor) else o for o in getattr(self.learn.recorder, k, [])]) for k in _HISTORY}
@@ -91,8 +93,13 @@ class DDPResumeCallback(LearnerCallback):
         "How many fits of the learner have come to their end under this name. The learner counts them, as each fit may have a new callback."
         return vars(self.learn).setdefault('_fits_done', {}).get(self.name, 0)
 
-    def _attached(self): return [o for o in vars(self.learn).values() if isinstance(o, LearnerCallback)] # each one sets itself there
-
     def _offering(self):
         "Callbacks that say what they need to go on, by class and number."
-        return named(filter(offers, self._attached()))
+        return named(filter(offers, self._callbacks))
+
+
+def _callbacks_of_fit():
+    "Those of the fit whose event this is. The learner knows the newest of each class only, also if that is of an earlier fit."
+    f = sys._getframe()
+    while f.f_code is not CallbackHandler.__call__.__code__: f = f.f_back
+    return list(f.f_locals['self'].callbacks)

@@ -81,3 +81,24 @@ def test_two_learners_count_their_fits_apart_and_a_name_counts_its_own(tmp_path)
             learn.fit(1, 0.02, callbacks=[DDPResumeCallback(learn, name=name)])
         return [sorted(o.name for o in (tmp_path/k/'models').glob('*_finished.pth')) for k in ('first', 'second')]
     assert values(run(fits, 1)) == [[['other_6_finished.pth', 'resume-2_6_finished.pth', 'resume_6_finished.pth'], ['resume_6_finished.pth']]]
+
+def test_of_two_callbacks_of_one_class_both_go_on(tmp_path):
+    "fastai keeps the last one alone on the learner."
+    def savers(kill=None):
+        learn = learner(tmp_path)
+        cbs = [DDPSaveModelCallback(learn, name=o) for o in ('first', 'second')]
+        hook = Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if epoch == kill else None, late=True)
+        learn.fit(3, 0.02, callbacks=[DDPResumeCallback(learn), *cbs, Records(learn, [1., 2., 3.]), hook])
+        return [o.best for o in cbs]
+    assert run(savers, 1, 1)[0].exitcode == 9
+    assert values(run(savers, 1)) == [[1., 1.]]
+
+def test_callbacks_of_an_earlier_fit_take_no_part_in_the_next(tmp_path):
+    def fits(kill=None, n=2):
+        learn = learner(tmp_path)
+        learn.fit_one_cycle(2, 0.02, callbacks=[DDPResumeCallback(learn), DDPSaveModelCallback(learn, monitor='train_loss')])
+        hook = Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if epoch == kill else None, late=True)
+        learn.fit(n, 0.02, callbacks=[DDPResumeCallback(learn), hook]) # has no schedule that would forbid more epochs
+        return len(learn.recorder.val_losses)
+    assert run(fits, 1, 0)[0].exitcode == 9
+    assert values(run(fits, 1, None, 3)) == [3]
