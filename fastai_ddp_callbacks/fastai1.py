@@ -226,7 +226,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def jump_to_epoch(self, epoch):
         "Load what was saved after the epoch before, if rank 0 finds it."
-        if not _is_fit(self.learn.recorder.pbar) or self._resumed: return
+        if not _is_fit(self.learn.recorder.pbar) or self._resumed or self._training: return # it goes on by itself
         name = f'{self.name}_{epoch-1}'
         found = run_on_main(self._find, (name,))
         if found is None: return say(f'Model {name} not found.')

@@ -10,7 +10,7 @@ from fastai.callbacks.general_sched import GeneralScheduler
 from fastai.callbacks.one_cycle import OneCycleScheduler
 
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
-from .fastai1 import _handled, _is_fit
+from .fastai1 import DDPTrackerCallback, _handled, _is_fit
 from .random_state import random_state, restore_random
 from .resume_files import ResumeFiles, load, named, offers, progress
 from .weights import model_state, plain, size_of
@@ -61,28 +61,33 @@ class DDPResumeCallback(LearnerCallback):
             for k,cb in self._offering():
                 if k in state['callbacks']: cb.load_state_dict(state['callbacks'][k])
             if rank() < len(state['ranks']): restore_random(state['ranks'][rank()])
-        say(f'{path}: going on after {progress(meta)}.')
+        over = self._finished or state['stopped'] or meta['epoch'] >= self._n_epochs
+        say(f'{path}: going on after {progress(meta)}' + (', with nothing left to train.' if over else '.'))
         if world_size() != len(state['ranks']): say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: not as a fit that was not interrupted.', warn=True)
-        if self._finished: pbar.main_bar.gen = [] # a bar with nothing to come would still give one epoch
-        return {'epoch': self._n_epochs if self._finished else meta['epoch'], 'iteration': meta['iteration']}
+        epoch = 0 if self._finished else meta['epoch'] # from 0 no schedule jumps: at the end the hyperparameters are those of the best epoch
+        if over: pbar.main_bar.gen,pbar.main_bar.total = [],epoch # a bar with nothing to come would still give one epoch
+        if over and not self._finished: # it was killed before its end, to which trackers come that have begun
+            for cb in self._callbacks:
+                if isinstance(cb, DDPTrackerCallback): cb.on_epoch_begin(pbar=pbar, n_epochs=self._n_epochs)
+        return {'epoch': epoch, 'iteration': meta['iteration']}
 
-    def on_epoch_end(self, epoch, iteration, pbar=None, **kwargs):
-        if self._files and _is_fit(pbar) and (epoch+1)%self.every_epoch == 0: self._save(epoch+1, iteration, False)
+    def on_epoch_end(self, epoch, iteration, pbar=None, stop_training=False, **kwargs):
+        if self._files and _is_fit(pbar) and (epoch+1)%self.every_epoch == 0: self._save(epoch+1, iteration, stopped=stop_training)
 
     def on_train_end(self, epoch, iteration, exception=False, **kwargs):
         "Remember that the fit has come to its end, if it has."
         if not self._files: return
         try:
             if exception or _handled() != self._before: return
-            if not self._finished: self._save(epoch, iteration, True)
+            if not self._finished: self._save(epoch, iteration, finished=True)
             self.learn._fits_done[self.name] = self._fits_done()+1
         finally:
             self._files.store.release()
             self._files,self._callbacks = None,[]
 
-    def _save(self, epoch, iteration, finished):
+    def _save(self, epoch, iteration, finished=False, stopped=False):
         recorder = {k:plain([o.tolist() if isinstance(o, torch.Tensor) else o for o in getattr(self.learn.recorder, k, [])]) for k in _HISTORY}
-        state = dict(recorder=recorder, callbacks={k:plain(cb.state_dict()) for k,cb in self._offering()}, ranks=all_gather(random_state(), 'random states'))
+        state = dict(recorder=recorder, stopped=bool(stopped), callbacks={k:plain(cb.state_dict()) for k,cb in self._offering()}, ranks=all_gather(random_state(), 'random states'))
         run_on_main(self._write, (state, epoch, iteration, finished))
 
     def _write(self, training, epoch, iteration, finished):

@@ -10,15 +10,18 @@ from ranks import run, values
 
 
 def train(path, kill=None, n=5, cycle=False, given=None, **kwargs):
-    "A fit that ends, or is killed after epoch `kill` has been saved."
+    """A fit that ends, or is killed after epoch `kill` has been saved; with 'end' after the last one has been, before the end is."""
     learn = learner(path)
     cbs = [DDPResumeCallback(learn, **kwargs), saver := DDPSaveModelCallback(learn)]
     if given: cbs += [Records(learn, given), DDPEarlyStoppingCallback(learn, patience=2)]
-    if kill is not None: cbs.append(Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if epoch == kill else None, late=True))
+    if kill == 'end': cbs.append(Hook(learn, 'train_end', lambda **_: os._exit(9)))
+    elif kill is not None: cbs.append(Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if epoch == kill else None, late=True))
     with ddp_ctx(learn): (learn.fit_one_cycle if cycle else learn.fit)(n, 0.02, callbacks=cbs)
     rec = learn.recorder
     history = [float(o) for o in rec.val_losses],list(rec.lrs),len(rec.losses)
     return digest(learn.model),float(saver.best),history if rank() == 0 else None # which is rank 0's after a resume
+
+def files(path): return sorted(o.name for o in (path/'models').iterdir())
 
 @pytest.mark.parametrize('world_size,cycle', [(1, False), (1, True), (2, True), (3, False)])
 def test_killed_and_started_again_it_ends_as_if_it_had_not_been_killed(tmp_path, world_size, cycle):
@@ -27,8 +30,7 @@ def test_killed_and_started_again_it_ends_as_if_it_had_not_been_killed(tmp_path,
     assert [o.exitcode for o in killed] == [9]*world_size
     assert values(run(train, world_size, tmp_path/'killed', None, 5, cycle)) == quiet
     assert len({o[0] for o in quiet}) == 1
-    names = lambda path: sorted(o.name for o in (path/'models').iterdir())
-    assert names(tmp_path/'killed') == names(tmp_path/'quiet') # no rubbish, no more files
+    assert files(tmp_path/'killed') == files(tmp_path/'quiet') # no rubbish, no more files
 
 def test_a_fit_that_has_ended_is_not_trained_again(tmp_path):
     first = values(run(train, 2, tmp_path))
@@ -102,3 +104,27 @@ def test_callbacks_of_an_earlier_fit_take_no_part_in_the_next(tmp_path):
         return len(learn.recorder.val_losses)
     assert run(fits, 1, 0)[0].exitcode == 9
     assert values(run(fits, 1, None, 3)) == [3]
+
+@pytest.mark.parametrize('world_size,cycle,given', [(2, False, None), (1, True, None), (1, True, [3., 1., 2., 4., 5.]), (2, False, [1., 2., 3., 4., 5.])])
+def test_killed_between_the_last_epoch_and_the_end_nothing_is_trained_and_the_end_is_the_same(tmp_path, world_size, cycle, given):
+    "Also where early stopping has made an epoch the last one."
+    quiet = values(run(train, world_size, tmp_path/'quiet', None, 5, cycle, given))
+    assert [o.exitcode for o in run(train, world_size, tmp_path/'killed', 'end', 5, cycle, given)] == [9]*world_size
+    for _ in range(2): # the second time it is a fit that has ended
+        assert values(run(train, world_size, tmp_path/'killed', None, 5, cycle, given)) == quiet
+        assert files(tmp_path/'killed') == files(tmp_path/'quiet')
+
+@pytest.mark.parametrize('kill', [None, 'end', 1])
+def test_the_next_fit_begins_with_the_hyperparameters_that_the_last_one_ended_with(tmp_path, kill):
+    "Which are those of the best epoch, not those at the end of the schedule."
+    def fits(path, kill=None):
+        learn = learner(path)
+        hook = Hook(learn, 'train_end', lambda **_: os._exit(9)) if kill == 'end' else None
+        learn.fit_one_cycle(3, 0.02, callbacks=[DDPResumeCallback(learn), DDPSaveModelCallback(learn), Records(learn, [1., 2., 3.]), *([hook] if hook else [])])
+        momentum = learn.opt.opt.param_groups[0]['momentum']
+        hook = Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if epoch == kill else None, late=True)
+        learn.fit(3, 0.02, callbacks=[DDPResumeCallback(learn), hook])
+        return momentum,digest(learn.model)
+    quiet = values(run(fits, 1, tmp_path/'quiet'))
+    run(fits, 1, tmp_path/'killed', kill)
+    assert values(run(fits, 1, tmp_path/'killed')) == quiet
