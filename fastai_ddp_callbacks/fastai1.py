@@ -87,8 +87,12 @@ class DDPTrackerCallback(TrackerCallback):
         state:dict # as `state_dict` gave it, in a fit that was interrupted
     ):
         "Go on from there in the fit that begins. `ValueError` if another column was followed."
-        if state['monitor'] != self.monitor: raise ValueError(f"{type(self).__name__}(monitor={self.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
+        self.check_state(state)
         self._resumed,self.best = state,state['best']
+
+    def check_state(self, state):
+        "`ValueError` if another column was followed; nothing is changed."
+        if state['monitor'] != self.monitor: raise ValueError(f"{type(self).__name__}(monitor={self.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
 
     def _resume(self, state):
         self.best = state['best']

@@ -3,7 +3,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 
-import torch
+import numpy as np, torch
 from fastai.basic_train import LearnerCallback
 from fastai.callback import CallbackHandler
 from fastai.callbacks.general_sched import GeneralScheduler
@@ -18,6 +18,7 @@ from .weights import model_state, plain, size_of
 __all__ = ['DDPResumeCallback']
 
 _HISTORY = 'losses','lrs','moms','val_losses','metrics','nb_batches' # of the Recorder
+_LENGTHS = 'lengths of phases' # in batches, so that they may differ with the number of ranks
 
 
 class DDPResumeCallback(LearnerCallback):
@@ -48,11 +49,16 @@ class DDPResumeCallback(LearnerCallback):
         self._files = ResumeFiles(self.learn.path/self.learn.model_dir, f'{self.name}-{done+1}' if done else self.name, self.keep)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._callbacks)
-        found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume))
-        if found: return self._go_on(pbar, *found)
+        self._plan = _plan(self.learn.opt, self._callbacks)
+        try:
+            found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume))
+            if found: return self._go_on(pbar, *found)
+        except BaseException: # no other event tells that this fit is over
+            self._leave()
+            raise
 
     def _go_on(self, pbar, path, checksum, meta):
-        kept = load(self.learn.model, path, checksum)
+        kept = load(self.learn.model, path, checksum, lambda rest: self._check_kind(path, rest['training']))
         state,self._finished = kept['training'],meta['finished']
         with together(f'resume from {path}'):
             self.learn.opt.load_state_dict(kept['opt'])
@@ -71,6 +77,15 @@ class DDPResumeCallback(LearnerCallback):
                 if isinstance(cb, DDPTrackerCallback): cb.on_epoch_begin(pbar=pbar, n_epochs=self._n_epochs)
         return {'epoch': epoch, 'iteration': meta['iteration']}
 
+    def _check_kind(self, path, state):
+        "`ValueError` if it is not the state of a fit of this kind; nothing is changed yet."
+        was,now = state.get('plan', {}),self._plan
+        differ = [k for k in {**was, **now} if was.get(k) != now.get(k) and (k != _LENGTHS or world_size() == len(state['ranks']))]
+        if differ: raise ValueError(f'{path} is of a fit of another kind: ' + '; '.join(f'{k} was {was.get(k, "none")} and is {now.get(k, "none")}' for k in differ[:3]) +
+                                    ". Give this fit another name, or resume='never' to start anew.")
+        for k,cb in self._offering():
+            if isinstance(cb, DDPTrackerCallback) and k in state['callbacks']: cb.check_state(state['callbacks'][k])
+
     def on_epoch_end(self, epoch, iteration, pbar=None, stop_training=False, **kwargs):
         if self._files and _is_fit(pbar) and (epoch+1)%self.every_epoch == 0: self._save(epoch+1, iteration, stopped=stop_training)
 
@@ -81,13 +96,16 @@ class DDPResumeCallback(LearnerCallback):
             if exception or _handled() != self._before: return
             if not self._finished: self._save(epoch, iteration, finished=True)
             self.learn._fits_done[self.name] = self._fits_done()+1
-        finally:
-            self._files.store.release()
-            self._files,self._callbacks = None,[]
+        finally: self._leave()
+
+    def _leave(self):
+        self._files.store.release()
+        self._files,self._callbacks = None,[]
 
     def _save(self, epoch, iteration, finished=False, stopped=False):
         recorder = {k:plain([o.tolist() if isinstance(o, torch.Tensor) else o for o in getattr(self.learn.recorder, k, [])]) for k in _HISTORY}
-        state = dict(recorder=recorder, stopped=bool(stopped), callbacks={k:plain(cb.state_dict()) for k,cb in self._offering()}, ranks=all_gather(random_state(), 'random states'))
+        state = dict(recorder=recorder, stopped=bool(stopped), plan=self._plan, callbacks={k:plain(cb.state_dict()) for k,cb in self._offering()},
+                     ranks=all_gather(random_state(), 'random states'))
         run_on_main(self._write, (state, epoch, iteration, finished))
 
     def _write(self, training, epoch, iteration, finished):
@@ -108,3 +126,24 @@ def _callbacks_of_fit():
     f = sys._getframe()
     while f.f_code is not CallbackHandler.__call__.__code__: f = f.f_back
     return list(f.f_locals['self'].callbacks)
+
+def _plan(opt, callbacks) -> dict:
+    "What makes two fits of one kind, in words: the optimizer, its hyperparameters when a fit begins, and where each schedule will have them."
+    groups,cycles = opt.opt.param_groups,[o for o in callbacks if isinstance(o, OneCycleScheduler)]
+    phases = [p for o in callbacks if isinstance(o, GeneralScheduler) for p in o.phases]
+    scheduled = {k for p in phases for k in p.scheds} | ({'lr', 'mom'} if cycles else set()) # of which an interrupted fit leaves some value behind
+    plan = {'optimizer': type(opt.opt).__name__, 'parameters by group': [sum(p.numel() for p in g['params']) for g in groups],
+            'trained parameters': [sum(p.numel() for p in g['params'] if p.requires_grad) for g in groups], 'true_wd': opt.true_wd, 'bn_wd': opt.bn_wd}
+    for k,v in [('wd', opt._wd), *((k, [dict(_hypers(g)).get(k) for g in groups]) for k,_ in _hypers(groups[0]))]:
+        if k not in scheduled: plan[k] = v[0] if all(o == v[0] for o in v) else v
+    for o in cycles: plan['one-cycle schedule'] = ', '.join(f'{k}={plain(getattr(o, k))}' for k in ('lr_max', 'moms', 'div_factor', 'pct_start', 'final_div'))
+    if phases: plan['phases'],plan[_LENGTHS] = [{k:[_rounded(s.func(s.start, s.end, i/8)) for i in range(9)] for k,s in p.scheds.items()} for p in phases],[p.length for p in phases]
+    return {k:str(plain(v)) for k,v in plan.items()}
+
+def _hypers(group):
+    "Those of a group of parameters, by fastai's names. It holds weight decay itself."
+    for k,v in group.items():
+        if k == 'betas': yield from zip(('mom', 'beta'), v)
+        elif k not in ('params', 'weight_decay'): yield {'momentum':'mom', 'alpha':'beta'}.get(k, k),v
+
+def _rounded(v): return [f'{o:.6g}' for o in np.ravel(v)] # the last bits are each machine's own

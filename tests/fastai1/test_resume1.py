@@ -2,6 +2,9 @@
 import os
 
 import pytest
+from fastai.basics import optim, partial
+from fastai.callback import annealing_cos
+from fastai.callbacks.general_sched import GeneralScheduler, TrainingPhase
 from fastai.train import fit_one_cycle # noqa: F401 (patches Learner)
 
 from fastai_ddp_callbacks import DDPEarlyStoppingCallback, DDPResumeCallback, DDPSaveModelCallback, ddp_ctx, rank
@@ -21,7 +24,7 @@ def train(path, kill=None, n=5, cycle=False, given=None, **kwargs):
     history = [float(o) for o in rec.val_losses],list(rec.lrs),len(rec.losses)
     return digest(learn.model),float(saver.best),history if rank() == 0 else None # which is rank 0's after a resume
 
-def files(path): return sorted(o.name for o in (path/'models').iterdir())
+def files(path): return sorted(o.name for o in path.glob('models/*'))
 
 @pytest.mark.parametrize('world_size,cycle', [(1, False), (1, True), (2, True), (3, False)])
 def test_killed_and_started_again_it_ends_as_if_it_had_not_been_killed(tmp_path, world_size, cycle):
@@ -128,3 +131,50 @@ def test_the_next_fit_begins_with_the_hyperparameters_that_the_last_one_ended_wi
     quiet = values(run(fits, 1, tmp_path/'quiet'))
     run(fits, 1, tmp_path/'killed', kill)
     assert values(run(fits, 1, tmp_path/'killed')) == quiet
+
+def phases(learn, lr=0.02, length=9):
+    return GeneralScheduler(learn, [TrainingPhase(length).schedule_hp('lr', (lr/10, lr)).schedule_hp('mom', 0.8), TrainingPhase(21).schedule_hp('lr', (lr, 0.), annealing_cos)])
+
+def of_a_kind(path, kill=None, cycle=False, lr=0.02, max_lr=0.02, wd=0., opt=optim.SGD, split=False, frozen=False, monitor='valid_loss', phased=None):
+    learn = learner(path)
+    learn.opt_func = partial(opt, momentum=0.9) if opt is optim.SGD else opt
+    if split or frozen: learn.split(lambda m: (m[1], m[2]))
+    if frozen: learn.freeze()
+    cbs = [DDPResumeCallback(learn), DDPSaveModelCallback(learn, monitor=monitor)]
+    if phased: cbs.append(phases(learn, **phased))
+    cbs.append(Hook(learn, 'epoch_end', lambda epoch, **_: os._exit(9) if epoch == kill else None, late=True))
+    def saved(): return sorted(path.glob('models/*.pth'))
+    before,there = digest(learn.model),saved()
+    with ddp_ctx(learn):
+        try: learn.fit_one_cycle(5, max_lr, wd=wd, callbacks=cbs) if cycle else learn.fit(5, lr, wd=wd, callbacks=cbs)
+        except ValueError as e: error = str(e)
+        else: return len(learn.recorder.val_losses)
+    return error,digest(learn.model) == before and saved() == there and (rank() or not [*path.glob('models/.resume*')]) # the name is given back
+
+@pytest.mark.parametrize('world_size,was,now,told', [
+    (2, {}, dict(lr=0.5), 'lr was 0.02 and is 0.5'), (1, {}, dict(wd=0.1), 'wd was 0.0 and is 0.1'),
+    (1, dict(cycle=True), dict(cycle=True, max_lr=0.5), 'one-cycle schedule was lr_max=0.02'), (1, {}, dict(cycle=True), 'one-cycle schedule was none and is lr_max=0.02'),
+    (1, {}, dict(opt=optim.Adam), 'optimizer was SGD and is Adam'), (1, dict(opt=optim.Adam), dict(opt=optim.AdamW), 'optimizer was Adam and is AdamW'),
+    (1, {}, dict(split=True), 'parameters by group was [8, 13] and is [4, 4, 0, 8, 4, 1]'), (1, dict(split=True), dict(frozen=True), 'trained parameters was ['),
+    (1, dict(phased=dict(lr=0.02)), dict(phased=dict(lr=0.5)), 'phases was '), (1, dict(phased=dict(lr=0.02)), dict(phased=dict(length=12)), 'lengths of phases was [9, 21] and is [12, 21]'),
+    (2, {}, dict(monitor='train_loss'), "the fit to go on with followed 'valid_loss'")])
+def test_a_fit_of_another_kind_is_refused_before_anything_is_changed(tmp_path, world_size, was, now, told):
+    assert [o.exitcode for o in run(lambda: of_a_kind(tmp_path, 1, **was), world_size)] == [9]*world_size
+    for error,unchanged in values(run(lambda: of_a_kind(tmp_path, **now), world_size)): assert told in error and unchanged
+
+@pytest.mark.parametrize('kind', [{}, dict(cycle=True), dict(cycle=True, opt=optim.Adam, split=True, wd=0.1), dict(phased=dict(lr=0.02)), dict(frozen=True)])
+def test_a_fit_of_the_same_kind_goes_on_with_any_number_of_ranks(tmp_path, kind):
+    run(lambda: of_a_kind(tmp_path, 1, **kind), 2)
+    assert values(run(lambda: of_a_kind(tmp_path, **kind), 1)) == [5]
+
+def test_a_fit_that_was_interrupted_goes_on_in_the_same_process_whatever_its_schedule_has_left_behind(tmp_path):
+    def fits(schedule):
+        learn,asked = learner(tmp_path/schedule),[]
+        def interrupt(epoch, **_):
+            if epoch == 1 and not asked: asked.append(True); raise KeyboardInterrupt
+        for _ in range(2):
+            cbs = [DDPResumeCallback(learn), Hook(learn, 'batch_begin', interrupt), *([phases(learn)] if schedule == 'phases' else [])]
+            try: learn.fit_one_cycle(5, 0.02, callbacks=cbs) if schedule == 'one_cycle' else learn.fit(5, 0.02, callbacks=cbs)
+            except KeyboardInterrupt: pass
+        return len(learn.recorder.val_losses)
+    for o in ('one_cycle', 'phases'): assert values(run(fits, 1, o)) == [5]
