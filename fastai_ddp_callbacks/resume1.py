@@ -2,6 +2,7 @@
 from __future__ import annotations
 import sys
 from importlib.metadata import version
+from numbers import Integral
 
 import numpy as np, torch
 from fastai.basic_train import LearnerCallback
@@ -38,6 +39,9 @@ class DDPResumeCallback(LearnerCallback):
         resume='auto', # 'auto': go on if there is something to go on with; 'must': and fail if not; 'never': start anew
     ):
         if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
+        for k,v in dict(every_epoch=every_epoch, keep=keep).items():
+            if not isinstance(v, Integral) or v < 1: raise ValueError(f'DDPResumeCallback({k}={v!r}): a whole number above 0 is needed.')
+        if not name or set('{}') & set(str(name)): raise ValueError(f'DDPResumeCallback(name={name!r}): a name without braces is needed.')
         super().__init__(learn)
         self.every_epoch,self.keep,self.name,self.resume,self._files,self._callbacks = every_epoch,keep,name,resume,None,[]
 

@@ -178,3 +178,10 @@ def test_a_fit_that_was_interrupted_goes_on_in_the_same_process_whatever_its_sch
             except KeyboardInterrupt: pass
         return len(learn.recorder.val_losses)
     for o in ('one_cycle', 'phases'): assert values(run(fits, 1, o)) == [5]
+
+@pytest.mark.parametrize('wrong,told', [(dict(keep=0), 'keep=0'), (dict(keep=-1), 'keep=-1'), (dict(keep=None), 'keep=None'), (dict(every_epoch=0), 'every_epoch=0'),
+    (dict(every_epoch=0.5), 'every_epoch=0.5'), (dict(name=''), "name=''"), (dict(name='a{epoch}'), 'braces'), (dict(name='a{'), 'braces'), (dict(resume='yes'), "resume='yes'")])
+def test_arguments_that_mean_nothing_are_refused_by_the_constructor(tmp_path, wrong, told):
+    learn = learner(tmp_path)
+    with pytest.raises(ValueError, match=told): DDPResumeCallback(learn, **wrong)
+    assert not hasattr(learn, 'ddp_resume_callback')
