@@ -3,7 +3,7 @@
 `fit`, `lr_find` and `validate` all call `on_train_begin`. Which of them it was shows when the first epoch begins, so
 that is where our callbacks start; in the others they stay inert."""
 from __future__ import annotations
-import math, sys, time
+import math, os, sys, time
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -206,7 +206,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if self.every == 'improvement': super()._check_monitor()
 
     def _begin(self, n_epochs, **kwargs):
-        self._store = Store(self.learn.path/self.learn.model_dir, self.name, lower=self.operator is np.less, several=self.every == 'epoch')
+        self._store = Store(self._folder(), self.name, lower=self.operator is np.less, several=self.every == 'epoch')
         self._found = run_on_main(self._prepare, (n_epochs,))
 
     def _prepare(self, n_epochs):
@@ -217,7 +217,14 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def state_dict(self) -> dict:
         best = self._store.best if self._store else None
-        return dict(super().state_dict(), run=self._store.run if self._store else None, file=best.checksum if best else None)
+        last = os.path.relpath(self.last_saved_path, self._folder()) if self.last_saved_path else None # the folder may be moved before the fit goes on
+        return dict(super().state_dict(), run=self._store.run if self._store else None, file=best.checksum if best else None, last=last)
+
+    def load_state_dict(self, state:dict):
+        super().load_state_dict(state)
+        self.last_saved_path = self._folder()/state['last'] if state['last'] else None
+
+    def _folder(self): return (self.learn.path/self.learn.model_dir).absolute()
 
     def _resume(self, state):
         super()._resume(state)
@@ -253,7 +260,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt)
 
     def _find(self, name):
-        path = (self.learn.path/self.learn.model_dir/f'{name}.pth').absolute()
+        path = self._folder()/f'{name}.pth'
         return (str(path), (read_metadata(path) or {}).get('checksum')) if path.is_file() else None
 
     def _save(self, epoch, value=None):

@@ -185,3 +185,16 @@ def test_arguments_that_mean_nothing_are_refused_by_the_constructor(tmp_path, wr
     learn = learner(tmp_path)
     with pytest.raises(ValueError, match=told): DDPResumeCallback(learn, **wrong)
     assert not hasattr(learn, 'ddp_resume_callback')
+
+@pytest.mark.parametrize('kill', [1, 'end', None])
+def test_the_path_of_the_last_save_is_known_after_going_on_also_in_a_folder_that_was_moved(tmp_path, kill):
+    def last(path, kill=None):
+        learn = learner(path)
+        event,late = ('train_end', False) if kill == 'end' else ('epoch_end', True)
+        hook = Hook(learn, event, lambda epoch, **_: os._exit(9) if kill == 'end' or epoch == kill else None, late=late)
+        cbs = DDPResumeCallback(learn),DDPSaveModelCallback(learn, name='sub/best'),Records(learn, [1., 2., 3.]),hook
+        with ddp_ctx(learn): learn.fit(3, 0.02, callbacks=cbs)
+        return cbs[1].last_saved_path
+    run(last, 2, tmp_path/'before', kill)
+    (tmp_path/'before').rename(tmp_path/'after')
+    assert values(run(last, 2, tmp_path/'after')) == [tmp_path/'after/models/sub/best.pth']*2
