@@ -87,8 +87,12 @@ class DDPTrackerCallback(TrackerCallback):
         state:dict # as `state_dict` gave it, in a fit that was interrupted
     ):
         "Go on from there in the fit that begins. `ValueError` if another column was followed."
-        if state['monitor'] != self.monitor: raise ValueError(f"{type(self).__name__}(monitor={self.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
+        self.check_state(state)
         self._resumed,self.best = state,state['best']
+
+    def check_state(self, state):
+        "`ValueError` if another column was followed; nothing is changed."
+        if state['monitor'] != self.monitor: raise ValueError(f"{type(self).__name__}(monitor={self.monitor!r}): the fit to go on with followed {state['monitor']!r}.")
 
     def _resume(self, state):
         self.best = state['best']
@@ -202,18 +206,23 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if self.every == 'improvement': super()._check_monitor()
 
     def _begin(self, n_epochs, **kwargs):
-        self._store = Store(self.learn.path/self.learn.model_dir, self.name, lower=self.operator is np.less, several=self.every == 'epoch')
+        self._store = Store(self._folder(), self.name, lower=self.operator is np.less, several=self.every == 'epoch')
         self._found = run_on_main(self._prepare, (n_epochs,))
 
     def _prepare(self, n_epochs):
         self._store.prepare(3*size_of(self.learn.model.state_dict()), n_epochs) # with the optimizer's state
         return self._store.found_whole(self._resumed['run']) if self._resumed else []
 
-    def state_dict(self) -> dict: return dict(super().state_dict(), **(self._store.state() if self._store else {}))
+    def state_dict(self) -> dict:
+        if not self._store: return super().state_dict() # before the first epoch
+        return dict(super().state_dict(), **self._store.state(), last_saved=self._store.name_of(self.last_saved_path) if self.last_saved_path else None)
 
     def load_state_dict(self, state:dict):
         super().load_state_dict(state)
-        if 'run' not in state: self._resumed = None # of a fit without an epoch
+        if 'run' not in state: self._resumed = None
+        elif state['last_saved']: self.last_saved_path = self._folder()/state['last_saved']
+
+    def _folder(self): return (self.learn.path/self.learn.model_dir).absolute()
 
     def _resume(self, state):
         super()._resume(state)
@@ -226,7 +235,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def jump_to_epoch(self, epoch):
         "Load what was saved after the epoch before, if rank 0 finds it."
-        if not _is_fit(self.learn.recorder.pbar) or self._resumed: return
+        if not _is_fit(self.learn.recorder.pbar) or self._resumed or self._training: return # it goes on by itself
         name = f'{self.name}_{epoch-1}'
         found = run_on_main(self._find, (name,))
         if found is None: return say(f'Model {name} not found.')
@@ -249,7 +258,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         load_everywhere(self.learn.model, best.path, best.checksum, self._load_opt)
 
     def _find(self, name):
-        path = (self.learn.path/self.learn.model_dir/f'{name}.pth').absolute()
+        path = self._folder()/f'{name}.pth'
         return (str(path), (read_metadata(path) or {}).get('checksum')) if path.is_file() else None
 
     def _save(self, epoch, value=None):
