@@ -220,8 +220,12 @@ class DDPResumeCallback(Callback):
         write = self._files.next(dict(epoch=epoch, batch=batch, n_iter=vars(self.learn).get('n_iter', 0), n_epoch=self.n_epoch, iteration=self.train_iter, finished=finished,
                                       fastai=version('fastai')))
         state = {'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}
-        if self.background and not finished: self._writer.start(write, state)
-        else: self._files.keep_newest(write(state))
+        others = [t for o in self.learn.cbs if isinstance(w := vars(o).get('_writer'), Writer) for t in w.under_way]
+        def write_last(state): # killed in between, the fit would go on after an epoch whose best was never written
+            for o in others: o.join()
+            return write(state)
+        if self.background and not finished: self._writer.start(write_last, state)
+        else: self._files.keep_newest(write_last(state))
 
     def _settle(self):
         if self._writer.busy: self._files.keep_newest(self._writer.wait())
