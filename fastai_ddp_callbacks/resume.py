@@ -198,11 +198,12 @@ class DDPResumeCallback(Callback):
             return
         if len(self._rows) < len(self.recorder.values): self._rows.append([number(o) for o in self.recorder.log]) # early stopping came first
         if self._cut: say(f'{type(self).__name__}: stopped in the midst of epoch {self.epoch}. Started again, the fit goes on from what was saved before.')
-        told = not self._finished and not self._cut and self._save(self.n_epoch, 0, finished=True)
+        if not self._finished and not self._cut: self._save(self.n_epoch, 0, finished=True)
+        with together('resume: whether to leave') as ranks: ranks.value = bool(self._asked.by) # the save may have taken its time
         if not self._cut: self._fits += 1
         self.learn._fits_done[self.fname] = self._fits
         self._leave()
-        if told: self._go()
+        if any(ranks.values): self._go()
 
     # -- saving and leaving
 

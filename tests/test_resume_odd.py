@@ -2,12 +2,14 @@
 import os, signal, time
 
 import pytest
-from fastai.basics import Callback
+from fastai.basics import Callback, CancelFitException
 
 from fastai_ddp_callbacks import DDPSaveModelCallback
+from fastai_ddp_callbacks.resume import DDPResumeCallback
 from learners import Records
-from resuming import files, killed, start
-from test_resume import same
+from ranks import values
+from resuming import Ends, Signals, files, killed, left, resumes, start
+from test_resume import quiet, same # noqa: F401 (`quiet` is a fixture)
 
 
 # -- with a saver that writes in the background
@@ -39,3 +41,37 @@ def test_a_file_to_go_on_from_is_there_no_sooner_than_the_best_that_it_tells_of(
     killed(start(world_size, tmp_path/'killed', *make(), Slow(1), DiesWith(1, f'resume_{16//world_size}.pth'), background=background))
     assert 'model.pth' in files(tmp_path/'killed')
     same(start(world_size, tmp_path/'killed', *make()), start(world_size, tmp_path/'quiet', *make()))
+
+
+# -- told to leave when there is nothing more to save
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_told_to_leave_while_a_finished_fit_is_loaded_all_leave(tmp_path, world_size):
+    values(start(world_size, tmp_path, n=2))
+    left(start(world_size, tmp_path, Signals(signal.SIGTERM, 1, 'end', ranks=[world_size-1]), n=2))
+
+class Stops(Ends):
+    "Ends the fit in the midst of an epoch, before the batch is over for others."
+    order = 85
+    def _end(self): raise CancelFitException()
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_told_to_leave_in_the_batch_in_which_a_fit_is_stopped_all_leave_and_it_can_go_on(tmp_path, quiet, world_size):
+    left(start(world_size, tmp_path, Signals(signal.SIGTERM, 1, 1, ranks=[world_size-1]), Stops(1, 1)))
+    same(start(world_size, tmp_path), quiet(world_size))
+
+class SignalsInTheLastSave(Callback):
+    "Told to leave while what the fit came to is written."
+    order = 80
+    def after_fit(self):
+        cb = next(o for o in self.learn.cbs if isinstance(o, DDPResumeCallback))
+        written = cb._write
+        def write(*args):
+            written(*args)
+            signal.raise_signal(signal.SIGTERM)
+        cb._write = write
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_told_to_leave_while_the_end_of_a_fit_is_written_all_leave(tmp_path, world_size):
+    left(start(world_size, tmp_path, SignalsInTheLastSave(), n=2))
+    assert resumes(tmp_path)[-1].endswith('_finished.pth')
