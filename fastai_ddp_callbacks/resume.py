@@ -69,6 +69,8 @@ class DDPResumeCallback(Callback):
         if self._active and frame is not self._frame: self._leave() # an earlier fit has raised, and no event told of it
         self._within += self._active # `validate` within a fit
         if not self.run or self._active or not frame: return # `validate` begins with this event too
+        several = sum(isinstance(o, DDPResumeCallback) for o in self.learn.cbs)
+        if several > 1: raise ValueError(f'DDPResumeCallback: {several} in one fit. Give it one, which may save by epochs, batches and minutes.')
         self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
         self._warm,self._cut,self._frame = False,False,frame
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))

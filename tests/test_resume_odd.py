@@ -4,11 +4,11 @@ import os, signal, time
 import pytest
 from fastai.basics import Callback, CancelFitException
 
-from fastai_ddp_callbacks import DDPSaveModelCallback
+from fastai_ddp_callbacks import DDPSaveModelCallback, RankFailedError, ddp_ctx
 from fastai_ddp_callbacks.resume import DDPResumeCallback
-from learners import Records
-from ranks import values
-from resuming import Ends, Signals, files, killed, left, resumes, start
+from learners import Records, digest
+from ranks import run, values
+from resuming import Ends, Signals, files, killed, learner, left, resumes, start
 from test_resume import quiet, same # noqa: F401 (`quiet` is a fixture)
 
 
@@ -75,3 +75,20 @@ class SignalsInTheLastSave(Callback):
 def test_told_to_leave_while_the_end_of_a_fit_is_written_all_leave(tmp_path, world_size):
     left(start(world_size, tmp_path, SignalsInTheLastSave(), n=2))
     assert resumes(tmp_path)[-1].endswith('_finished.pth')
+
+
+# -- several callbacks, several fits
+
+@pytest.mark.parametrize('world_size,names', [(1, ('slow', 'quick')), (2, ('resume', 'resume')), (1, None)])
+def test_a_second_one_in_a_fit_is_refused_before_anything_is_changed(tmp_path, world_size, names):
+    def scenario():
+        learn = learner(tmp_path)
+        before,weights = set(vars(learn)),digest(learn.model)
+        cbs = [DDPResumeCallback(fname=o) for o in names] if names else [DDPResumeCallback()]*2 # one that is on the learner, and given once more
+        with ddp_ctx(learn):
+            with pytest.raises((ValueError, RankFailedError), match='DDPResumeCallback: 2 in one fit'): learn.fit(2, 0.1, cbs=cbs)
+            assert digest(learn.model) == weights and not list(tmp_path.rglob('*.*')) and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            learn.remove_cbs(list(learn.cbs.filter(lambda o: isinstance(o, DDPResumeCallback))))
+            learn.fit(1, 0.1, cbs=DDPResumeCallback())
+        return set(vars(learn)) - before
+    for o in values(run(scenario, world_size)): assert not o & {'_with_events', 'all_batches'}
