@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys, time
 from functools import partial
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 from fastai.basics import Callback, Learner
@@ -22,6 +23,13 @@ from .writer import Writer
 __all__ = ['DDPResumeCallback']
 
 _LOOK,_BATCHES = 1.,50 # seconds, or batches, between the moments at which all ranks tell each other whether to save or to leave
+
+
+class _Before(NamedTuple):
+    "The fits of one name that have come to their end in this process."
+    fits:int=0
+    last:str|None=None # which the last one was; rank 0 knows
+    trained:bool=False # whether any was not found finished
 
 
 class DDPResumeCallback(Callback):
@@ -51,7 +59,7 @@ class DDPResumeCallback(Callback):
             if v is not None and v <= 0 or v is None and k == 'keep': raise ValueError(f'DDPResumeCallback({k}={v!r}): a number above 0 is needed.')
         self.every_epoch,self.every_batches,self.every_minutes,self.keep = every_epoch,every_batches,every_minutes,keep
         self.fname,self.resume,self.background,self.exit_status = fname,resume,background,exit_status
-        self._fits,self._active,self._trained,self._within,self._files,self._writer,self._asked = 0,False,False,0,None,Writer(),Asked()
+        self._before,self._active,self._trained,self._within,self._files,self._writer,self._asked = _Before(),False,False,0,None,Writer(),Asked()
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
@@ -74,8 +82,8 @@ class DDPResumeCallback(Callback):
         self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
         self._warm,self._cut,self._frame = False,False,frame
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
-        self._fits = max(self._fits, vars(self.learn).setdefault('_fits_done', {}).get(self.fname, 0)) # another callback may have seen the fit before
-        name = self.fname if not self._fits else f'{self.fname}-{self._fits+1}'
+        self._before = max(_Before(*vars(self.learn).setdefault('_fits_done', {}).get(self.fname, ())), self._before, key=lambda o: o.fits) # another callback may have seen the fit before
+        name = self.fname if not self._before.fits else f'{self.fname}-{self._before.fits+1}'
         self._files = ResumeFiles(self.learn.path/self.learn.model_dir, name, self.keep)
         self._kind = plan(self.learn)
         found = run_on_main(self._find)
@@ -86,7 +94,8 @@ class DDPResumeCallback(Callback):
     def _find(self):
         self._writer.join()
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
-        return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), self.resume)
+        resume = 'auto' if self.resume == 'must' and self._before.trained else self.resume
+        return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), resume, self._before.last)
 
     def _go_on(self, path, checksum, meta):
         "Bring everything back to where it was."
@@ -202,8 +211,8 @@ class DDPResumeCallback(Callback):
         if self._cut: say(f'{type(self).__name__}: stopped in the midst of epoch {self.epoch}. Started again, the fit goes on from what was saved before.')
         if not self._finished and not self._cut: self._save(self.n_epoch, 0, finished=True)
         with together('resume: whether to leave') as ranks: ranks.value = bool(self._asked.by) # the save may have taken its time
-        if not self._cut: self._fits += 1
-        self.learn._fits_done[self.fname] = self._fits
+        if not self._cut: self._before = _Before(self._before.fits+1, f'{self._files.store.run}, {self.n_epoch} epochs', self._before.trained or not self._finished)
+        self.learn._fits_done[self.fname] = tuple(self._before) # `export` takes it along, to where this module may not be
         self._leave()
         if any(ranks.values): self._go()
 
@@ -221,7 +230,7 @@ class DDPResumeCallback(Callback):
     def _write(self, training, epoch, batch, finished):
         self._settle()
         write = self._files.next(dict(epoch=epoch, batch=batch, n_iter=vars(self.learn).get('n_iter', 0), n_epoch=self.n_epoch, iteration=self.train_iter, finished=finished,
-                                      fastai=version('fastai')))
+                                      after=self._before.last, fastai=version('fastai')))
         state = {'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}
         others = [t for o in self.learn.cbs if isinstance(w := vars(o).get('_writer'), Writer) for t in w.under_way]
         def write_last(state): # killed in between, the fit would go on after an epoch whose best was never written

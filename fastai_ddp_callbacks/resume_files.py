@@ -24,6 +24,7 @@ class ResumeFiles:
         n_epoch, # how many epochs the fit is to have
         scheduled, # whether something depends on that number
         resume, # 'auto', 'must' or 'never'
+        after=None, # which fit came before, as its files say that they come after it
     ): # (path, checksum, metadata) of the newest whole one; None to start anew
         """Reserve the name, and look for a file to go on with. `CheckpointError` if there is none and there must be;
         `ValueError` if it belongs to a fit of another kind."""
@@ -36,6 +37,10 @@ class ResumeFiles:
                 if meta.get('resume') == self.name: metas[path] = meta
         self.sequence = max((o['sequence'] for o in metas.values()), default=0)
         if resume == 'never': return None
+        others = {o for o,m in metas.items() if m.get('after', after) != after}
+        if max(metas, key=lambda o: metas[o]['sequence'], default=None) in others:
+            say(f'{self.store.folder/self.name}_*.pth come after another fit than the one that this comes after, which has been trained anew or for more epochs since: this fit starts anew.', warn=True)
+        metas = {o:m for o,m in metas.items() if o not in others}
         path = self._newest_whole(metas, damaged, n_epoch)
         if path: damaged = [o for o in damaged if os.path.getmtime(o.path) > os.path.getmtime(path)] # of older ones an earlier start has told
         for o in damaged: say(f'{o} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)

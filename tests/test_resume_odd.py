@@ -1,5 +1,6 @@
 "Resuming where several things come together: two writers, several fits, signals at odd moments, and fits that cannot go on."
-import os, signal, time
+import os, signal, time, warnings
+from functools import partial
 
 import pytest
 from fastai.basics import Callback, CancelFitException
@@ -8,7 +9,7 @@ from fastai_ddp_callbacks import DDPSaveModelCallback, RankFailedError, ddp_ctx
 from fastai_ddp_callbacks.resume import DDPResumeCallback
 from learners import Records, digest
 from ranks import run, values
-from resuming import Ends, Signals, files, killed, learner, left, resumes, start
+from resuming import Dies, Ends, Signals, files, halves, killed, learner, left, refused, resumes, start
 from test_resume import quiet, same # noqa: F401 (`quiet` is a fixture)
 
 
@@ -92,3 +93,40 @@ def test_a_second_one_in_a_fit_is_refused_before_anything_is_changed(tmp_path, w
             learn.fit(1, 0.1, cbs=DDPResumeCallback())
         return set(vars(learn)) - before
     for o in values(run(scenario, world_size)): assert not o & {'_with_events', 'all_batches'}
+
+def twice(path, *cbs, n=2, samples=38, resume='auto'):
+    "Two fits of one learner, and what both came to."
+    learn,cb,weights = learner(path, n=samples, splitter=halves),DDPResumeCallback(resume=resume),[]
+    with warnings.catch_warnings(record=True) as told, ddp_ctx(learn):
+        warnings.simplefilter('always')
+        for o in (n, 2):
+            learn.fit(o, 0.1, cbs=[cb, *cbs])
+            weights.append(digest(learn.model))
+    return weights,len(learn.recorder.values),[str(o.message) for o in told if 'starts anew' in str(o.message)]
+
+@pytest.mark.parametrize('world_size', [1, 2])
+@pytest.mark.parametrize('change', [dict(samples=30), dict(n=3)], ids=str)
+def test_when_the_first_of_two_fits_is_trained_anew_or_longer_so_is_the_second(tmp_path, world_size, change):
+    def start(*cbs, path=tmp_path/'again', **kwargs): return run(partial(twice, **kwargs), world_size, path, *cbs)
+    values(start())
+    if 'samples' in change:
+        for o in (tmp_path/'again/models').glob('resume_*'): o.unlink()
+    expected,*_ = values(start(path=tmp_path/'quiet', **change))
+    killed(start(Dies(0, fit=1), **change))
+    anew,*_ = values(start(**change))
+    assert anew == expected # what is left of the old fit is not mistaken for the new one
+    again,*_ = values(start(**change))
+    assert again == expected
+
+def test_the_second_of_two_fits_tells_that_it_starts_anew(tmp_path):
+    values(run(twice, 1, tmp_path))
+    (_,_,told), = values(run(partial(twice, n=3), 1, tmp_path))
+    assert len(told) == 1 and 'resume-2_*.pth' in told[0] and 'trained anew or for more epochs' in told[0]
+
+@pytest.mark.parametrize('fit', [0, 1])
+def test_must_holds_for_the_fit_that_was_killed_and_not_for_those_after_it(tmp_path, fit):
+    expected = values(run(twice, 1, tmp_path/'quiet'))
+    killed(run(twice, 1, tmp_path/'killed', Dies(0, fit=fit)))
+    assert values(run(partial(twice, resume='must'), 1, tmp_path/'killed')) == expected
+    kind,text = refused(run(partial(twice, resume='must'), 1, tmp_path/'new'))
+    assert kind == 'CheckpointError' and 'no whole' in text
