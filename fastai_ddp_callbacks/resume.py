@@ -77,8 +77,7 @@ class DDPResumeCallback(Callback):
         if self._active and frame is not self._frame: self._leave() # an earlier fit has raised, and no event told of it
         self._within += self._active # `validate` within a fit
         if not self.run or self._active or not frame: return # `validate` begins with this event too
-        several = sum(isinstance(o, DDPResumeCallback) for o in self.learn.cbs)
-        if several > 1: raise ValueError(f'DDPResumeCallback: {several} in one fit. Give it one, which may save by epochs, batches and minutes.')
+        with together('DDPResumeCallback: whether it can save this fit'): self._check_fit()
         self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
         self._warm,self._cut,self._frame = False,False,frame
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
@@ -90,6 +89,15 @@ class DDPResumeCallback(Callback):
         if found: self._go_on(*found)
         self._asked = Asked()
         self._asked.watch()
+
+    def _check_fit(self):
+        several = sum(isinstance(o, DDPResumeCallback) for o in self.learn.cbs)
+        if several > 1: raise ValueError(f'DDPResumeCallback: {several} in one fit. Give it one, which may save by epochs, batches and minutes.')
+        own,trained = {id(o) for o in self.learn.model.parameters()},[o for group in getattr(self.learn.opt, 'param_lists', ()) for o in group]
+        others = sum(id(o) not in own for o in trained)
+        if others: # copies are made before the saved weights are loaded, and would undo that
+            raise ValueError(f"DDPResumeCallback: the optimizer trains {others} tensors that are not the model's own, which are not saved. Copies in another precision "
+                             '(NonNativeMixedPrecision)? MixedPrecision needs none. A loss that has weights? Make it a part of the model.')
 
     def _find(self):
         self._writer.join()

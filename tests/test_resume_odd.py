@@ -2,8 +2,8 @@
 import os, signal, time, warnings
 from functools import partial
 
-import pytest
-from fastai.basics import Callback, CancelFitException
+import pytest, torch
+from fastai.basics import Callback, CancelFitException, nn
 
 from fastai_ddp_callbacks import DDPSaveModelCallback, RankFailedError, ddp_ctx
 from fastai_ddp_callbacks.resume import DDPResumeCallback
@@ -130,3 +130,38 @@ def test_must_holds_for_the_fit_that_was_killed_and_not_for_those_after_it(tmp_p
     assert values(run(partial(twice, resume='must'), 1, tmp_path/'killed')) == expected
     kind,text = refused(run(partial(twice, resume='must'), 1, tmp_path/'new'))
     assert kind == 'CheckpointError' and 'no whole' in text
+
+
+# -- fits that cannot go on
+
+class Masters(Callback):
+    "Has the optimizer train copies of the weights, and copies them back, as training in half precision does."
+    order = 10
+    def before_fit(self):
+        self.own = self.opt.param_lists
+        copies = [[p.detach().clone().requires_grad_() for p in o] for o in self.own]
+        for a,b in zip(sum(self.own, []), sum(copies, [])): self.opt.state[b] = self.opt.state.pop(a, {})
+        self.opt.param_lists = copies
+    def before_step(self):
+        for a,b in self._pairs(): b.grad = a.grad
+    def after_step(self):
+        for a,b in self._pairs(): a.data.copy_(b)
+    def after_fit(self): self.opt.param_lists = self.own
+    def _pairs(self): return zip(sum(map(list, self.own), []), sum(map(list, self.opt.param_lists), []))
+
+class TrainedLoss(nn.Module):
+    "A loss with a weight of its own."
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+    def forward(self, pred, target): return self.weight*nn.functional.mse_loss(pred, target)
+
+@pytest.mark.parametrize('world_size,masters', [(1, True), (2, True), (1, False)])
+def test_a_fit_whose_optimizer_trains_what_is_not_the_model_s_is_refused_when_it_begins(tmp_path, world_size, masters):
+    def scenario():
+        loss = TrainedLoss()
+        learn = learner(tmp_path, n=20, splitter=lambda m: [list(m.parameters()), [] if masters else list(loss.parameters())])
+        if not masters: learn.loss_func = loss
+        with ddp_ctx(learn): learn.fit(2, 0.1, cbs=[DDPResumeCallback(), *([Masters()] if masters else [])])
+    kind,text = refused(run(scenario, world_size))
+    assert kind == 'ValueError' and "that are not the model's own" in text and not (tmp_path/'models').exists()
