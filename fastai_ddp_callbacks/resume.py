@@ -12,7 +12,7 @@ from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
-from .errors import Preempted
+from .errors import CheckpointError, Preempted
 from .preemption import Asked
 from .resume_files import ResumeFiles, load, progress
 from .rest_of_epoch import Stage, train_on_rest
@@ -100,7 +100,8 @@ class DDPResumeCallback(Callback):
                              '(NonNativeMixedPrecision)? MixedPrecision needs none. A loss that has weights? Make it a part of the model.')
 
     def _find(self):
-        self._writer.join()
+        try: self._writer.wait() # what an earlier fit, which has raised, had under way
+        except CheckpointError as e: say(f'In the fit before: {e}', warn=True)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         resume = 'auto' if self.resume == 'must' and self._before.trained else self.resume
         return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), resume, self._before.last)

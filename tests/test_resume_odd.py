@@ -165,3 +165,27 @@ def test_a_fit_whose_optimizer_trains_what_is_not_the_model_s_is_refused_when_it
         with ddp_ctx(learn): learn.fit(2, 0.1, cbs=[DDPResumeCallback(), *([Masters()] if masters else [])])
     kind,text = refused(run(scenario, world_size))
     assert kind == 'ValueError' and "that are not the model's own" in text and not (tmp_path/'models').exists()
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_what_went_wrong_with_a_background_write_of_a_fit_that_raised_is_a_warning_in_the_next(tmp_path, world_size):
+    class Full(Callback):
+        "The disk is full for the second save of epoch 1, and the fit raises right after that."
+        order = 95
+        def after_batch(self):
+            if (self.epoch, self.training, self.iter) == (1, True, 0):
+                self.writer.join()
+                os.replace = self._full
+            if (self.epoch, self.training, self.iter) == (1, True, 1): raise KeyError('boom')
+        def _full(self, *args): raise OSError(28, 'No space left on device')
+    def scenario():
+        learn,cb,full,replace = learner(tmp_path),DDPResumeCallback(background=True, every_batches=1),Full(),os.replace
+        full.writer = cb._writer
+        with ddp_ctx(learn):
+            with pytest.raises(KeyError): learn.fit(3, 0.1, cbs=[cb, full])
+        os.replace = replace
+        with warnings.catch_warnings(record=True) as told, ddp_ctx(learn):
+            warnings.simplefilter('always')
+            learn.fit(3, 0.1, cbs=cb)
+        return len(learn.recorder.values),[str(o.message) for o in told if 'No space left' in str(o.message)]
+    (n,told),*others = values(run(scenario, world_size))
+    assert n == 3 and len(told) == 1 and 'before' in told[0] and all(o == (3, []) for o in others)
