@@ -48,7 +48,8 @@ class ResumeFiles:
             if resume == 'must': raise CheckpointError(f'There is no whole {self.store.folder/self.name}_*.pth to go on with.', str(self.store.folder))
             return None
         meta = metas[path]
-        if n_epoch < meta['n_epoch'] or n_epoch != meta['n_epoch'] and scheduled:
+        if meta['n_epoch'] == 0 < n_epoch: meta = dict(meta, finished=False) # nothing was trained: it goes on from its end, whatever follows
+        elif n_epoch < meta['n_epoch'] or n_epoch != meta['n_epoch'] and scheduled:
             raise ValueError(f'{path} is of a fit of {meta["n_epoch"]} epochs, and this one is to have {n_epoch}' + (', which gives another schedule' if scheduled else '') +
                              ". Give this fit another name, or resume='never' to start anew.")
         self.store.run = meta['run']
@@ -59,7 +60,7 @@ class ResumeFiles:
 
     def _newest_whole(self, metas, damaged, n_epoch):
         newest = sorted(metas, key=lambda o: metas[o]['sequence'], reverse=True)
-        if newest and metas[newest[0]]['finished'] and n_epoch > metas[newest[0]]['n_epoch']:
+        if newest and metas[newest[0]]['finished'] and n_epoch > metas[newest[0]]['n_epoch'] > 0:
             ended,newest = newest[0],[o for o in newest if not metas[o]['finished']] # more epochs than planned: go on from before the best weights were loaded
             if not newest: raise ValueError(f'{ended} is of a fit that has come to its end, and its last epoch was not kept: with keep=2 it could go on for more epochs.')
         for path in newest:
