@@ -57,6 +57,7 @@ class DDPResumeCallback(Callback):
         if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
         for k,v in dict(every_epoch=every_epoch, every_batches=every_batches, every_minutes=every_minutes, keep=keep).items():
             if v is not None and v <= 0 or v is None and k == 'keep': raise ValueError(f'DDPResumeCallback({k}={v!r}): a number above 0 is needed.')
+        if not fname or set('{}') & set(str(fname)): raise ValueError(f'DDPResumeCallback(fname={fname!r}): a name without braces is needed.')
         self.every_epoch,self.every_batches,self.every_minutes,self.keep = every_epoch,every_batches,every_minutes,keep
         self.fname,self.resume,self.background,self.exit_status = fname,resume,background,exit_status
         self._before,self._active,self._trained,self._within,self._files,self._writer,self._asked = _Before(),False,False,0,None,Writer(),Asked()
@@ -123,13 +124,15 @@ class DDPResumeCallback(Callback):
         self._with = self.learn._with_events
         self.learn._with_events = self._skipping # in the instance, over what `ddp_ctx` may have put there
         if not self._stages: self._bring_back_random_states()
-        if self._finished: return say(f'{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.')
+        then,now = state['data'],sizes(self.learn)
+        if self._finished:
+            other = '' if then == now else f' It had {then} samples and samples per batch, and this one has {now}: if this is another fit, it is not trained.'
+            return say(f"{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.{other} To train, give it another fname, or resume='never'.", warn=bool(other))
         say(f'Going on after {progress(meta)}, with {path}.')
         if world_size() != len(state['ranks']):
             say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: batches and random numbers will not be those of a fit that was '
                 'not interrupted.', warn=True)
-        if state['data'] != sizes(self.learn):
-            say(f'{path} was saved with {state["data"]} samples and samples per batch, and goes on with {sizes(self.learn)}: not as a fit that was not interrupted.', warn=True)
+        if then != now: say(f'{path} was saved with {then} samples and samples per batch, and goes on with {now}: not as a fit that was not interrupted.', warn=True)
         self._warm = world_size() > 2 and isinstance(self.learn.model, DistributedDataParallel) and not next(self.learn.model.parameters()).is_cuda
 
     def _bring_back_random_states(self):
@@ -265,7 +268,7 @@ class DDPResumeCallback(Callback):
             if before is not None: setattr(learn, name, before)
         self._writer.join() # its handler of SIGTERM stands over ours
         self._asked.release()
-        self._files.store.release()
+        if self._files: self._files.store.release()
 
 
 def _in_fit(learn):

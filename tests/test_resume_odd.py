@@ -9,7 +9,7 @@ from fastai_ddp_callbacks import DDPSaveModelCallback, RankFailedError, ddp_ctx
 from fastai_ddp_callbacks.resume import DDPResumeCallback
 from learners import Records, digest
 from ranks import run, values
-from resuming import Dies, Ends, Signals, files, halves, killed, learner, left, refused, resumes, start
+from resuming import Dies, Ends, Signals, files, halves, killed, learner, left, outcome, refused, resumes, start
 from test_resume import quiet, same # noqa: F401 (`quiet` is a fixture)
 
 
@@ -189,3 +189,53 @@ def test_what_went_wrong_with_a_background_write_of_a_fit_that_raised_is_a_warni
         return len(learn.recorder.values),[str(o.message) for o in told if 'No space left' in str(o.message)]
     (n,told),*others = values(run(scenario, world_size))
     assert n == 3 and len(told) == 1 and 'before' in told[0] and all(o == (3, []) for o in others)
+
+
+# -- found, but for another fit
+
+def fit(path, *cbs, data={}, n=2, fit='fit', **kwargs):
+    "What a fit came to, and the warnings about resuming in it."
+    learn = learner(path, **data)
+    with warnings.catch_warnings(record=True) as told, ddp_ctx(learn):
+        warnings.simplefilter('always')
+        getattr(learn, fit)(n, 0.1, cbs=[DDPResumeCallback(**kwargs), *cbs])
+    return outcome(learn),[str(o.message) for o in told if 'resume' in str(o.message)]
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_a_finished_fit_of_other_data_is_a_warning_that_says_what_to_do(tmp_path, world_size):
+    (first,_),*_ = values(run(fit, world_size, tmp_path))
+    (again,told),*_ = values(run(partial(fit, data=dict(n=30)), world_size, tmp_path))
+    assert again['weights'] == first['weights'] and len(told) == 1
+    for o in ('[38, 5]', '[30, 5]', 'not trained', 'another fname', "resume='never'"): assert o in told[0]
+    results = run(fit, world_size, tmp_path)
+    assert values(results)[0][1] == [] and 'another fname' in results[0].output
+
+@pytest.mark.parametrize('kind', ['fit', 'fit_one_cycle'])
+def test_a_fit_of_no_epochs_goes_on_to_some(tmp_path, kind):
+    (nothing,_), = values(run(partial(fit, n=0, fit=kind), 1, tmp_path/'a'))
+    assert values(run(partial(fit, n=0, fit=kind), 1, tmp_path/'a'))[0][0] == nothing
+    got = run(partial(fit, n=3, fit=kind, resume='must'), 1, tmp_path/'a')
+    assert values(got) == values(run(partial(fit, n=3, fit=kind), 1, tmp_path/'b')) and 'Going on' in got[0].output
+    kind,text = refused(run(partial(fit, n=2, fit=kind), 1, tmp_path/'a'))
+    assert kind == 'ValueError' and 'of 3 epochs' in text
+
+def test_fine_tune_gets_epochs_for_its_first_fit_which_had_none(tmp_path):
+    def scenario(path, epochs):
+        learn = learner(path, splitter=halves)
+        with ddp_ctx(learn): learn.fine_tune(2, 0.1, freeze_epochs=epochs, cbs=DDPResumeCallback())
+        return outcome(learn)
+    values(run(scenario, 1, tmp_path/'a', 0))
+    assert values(run(scenario, 1, tmp_path/'a', 1)) == values(run(scenario, 1, tmp_path/'b', 1))
+
+@pytest.mark.parametrize('name', ['', 'res{x}', 'res{', 'res}', '{epoch}'])
+def test_a_name_of_which_no_files_can_be_made_is_refused_at_once(name):
+    with pytest.raises(ValueError, match='without braces'): DDPResumeCallback(fname=name)
+
+def test_a_fit_that_fails_before_its_files_have_a_name_leaves_nothing_behind(tmp_path):
+    def scenario():
+        learn,cb = learner(tmp_path),DDPResumeCallback()
+        cb.fname = 'res{'
+        with pytest.raises(ValueError, match='before_fit'): learn.fit(1, 0.1, cbs=cb)
+        learn.fit(1, 0.1)
+        return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert values(run(scenario, 1)) == [True]
