@@ -1,6 +1,7 @@
 "The files from which a fit can go on: the newest whole one is found, a few of them are kept. Rank 0 alone deals with them."
 from __future__ import annotations
 import glob, os
+from contextlib import suppress
 
 from .checkpoint import read_metadata, verify_checkpoint
 from .distributed import say, world_size
@@ -42,7 +43,7 @@ class ResumeFiles:
             say(f'{self.store.folder/self.name}_*.pth come after another fit than the one that this comes after, which has been trained anew or for more epochs since: this fit starts anew.', warn=True)
         metas = {o:m for o,m in metas.items() if o not in others}
         path = self._newest_whole(metas, damaged, n_epoch)
-        if path: damaged = [o for o in damaged if os.path.getmtime(o.path) > os.path.getmtime(path)] # of older ones an earlier start has told
+        if path: damaged = [o for o in damaged if _changed(o.path) > _changed(path)] # of older ones an earlier start has told
         for o in damaged: say(f'{o} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
         if path is None:
             if resume == 'must': raise CheckpointError(f'There is no whole {self.store.folder/self.name}_*.pth to go on with.', str(self.store.folder))
@@ -85,6 +86,12 @@ class ResumeFiles:
 
     def _delete(self, victims):
         for o in victims: delete(o)
+
+
+def _changed(path):
+    "When it was; of a link itself, which may lead nowhere."
+    with suppress(FileNotFoundError): return os.lstat(path).st_mtime
+    return 0. # gone since
 
 
 def load(
