@@ -233,7 +233,7 @@ class DDPResumeCallback(Callback):
     def _save(self, epoch, batch, finished=False) -> bool:
         "Whether any rank has been told to leave."
         told = all_gather((bool(self._asked.by), own_state(self.learn)), 'random states')
-        stages = [*map(list, self._stages), [world_size(), getattr(self.dl, 'bs', 1), batch-self._begin]] if batch else []
+        stages = [*map(list, self._stages), [world_size(), getattr(self.dl, 'bs', None) or 1, batch-self._begin]] if batch else []
         state = dict(shared_state(self.learn), plan=self._kind, epoch=epoch, rows=self._rows, order=self._order if batch else None, stages=stages, ranks=[o for _,o in told])
         run_on_main(self._write, (state, epoch, batch, finished))
         self._saved_at = time.monotonic()

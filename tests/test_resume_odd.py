@@ -3,13 +3,13 @@ import os, signal, time, warnings
 from functools import partial
 
 import pytest, torch
-from fastai.basics import Callback, CancelFitException, nn
+from fastai.basics import Callback, CancelFitException, DataLoader, DataLoaders, Learner, nn, set_seed
 
 from fastai_ddp_callbacks import DDPSaveModelCallback, RankFailedError, ddp_ctx
 from fastai_ddp_callbacks.resume import DDPResumeCallback
 from learners import Records, digest
 from ranks import run, values
-from resuming import Dies, Ends, Signals, files, halves, killed, learner, left, outcome, refused, resumes, start
+from resuming import SIGNALS, Dies, Ends, Raises, Signals, files, halves, killed, learner, left, outcome, refused, resumes, start
 from test_resume import quiet, same # noqa: F401 (`quiet` is a fixture)
 
 
@@ -239,3 +239,66 @@ def test_a_fit_that_fails_before_its_files_have_a_name_leaves_nothing_behind(tmp
         learn.fit(1, 0.1)
         return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert values(run(scenario, 1)) == [True]
+
+
+# -- small things
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_links_to_nowhere_folders_and_empty_files_are_passed_over(tmp_path, quiet, world_size):
+    killed(start(world_size, tmp_path, Dies(1)))
+    (tmp_path/'models/resume_99.pth').symlink_to('nowhere.pth')
+    (tmp_path/'models/resume_98.pth').mkdir()
+    (tmp_path/'models/resume_97.pth').touch()
+    same(start(world_size, tmp_path), quiet(world_size))
+
+@pytest.mark.parametrize('number', SIGNALS)
+def test_signals_that_are_ignored_stay_ignored(tmp_path, number):
+    def scenario():
+        signal.signal(number, signal.SIG_IGN)
+        learn = learner(tmp_path)
+        learn.fit(2, 0.1, cbs=[DDPResumeCallback(), Signals(number, 1, 1), Signals(number, 1, 'end')])
+        return len(learn.recorder.values),signal.getsignal(number) == signal.SIG_IGN
+    assert values(run(scenario, 1)) == [(2, True)]
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_a_loader_whose_samples_are_batches_goes_on_in_the_midst_of_an_epoch(tmp_path, world_size):
+    def scenario(path, *cbs):
+        set_seed(1)
+        data = [(torch.rand(4, 2), torch.rand(4, 1)) for _ in range(6)]
+        learn = Learner(DataLoaders(DataLoader(data, bs=None, shuffle=True), DataLoader(data, bs=None)), nn.Linear(2, 1), nn.MSELoss(), path=path)
+        with ddp_ctx(learn): learn.fit(3, 0.1, cbs=[DDPResumeCallback(every_batches=1), *cbs])
+        return outcome(learn)
+    expected = values(run(scenario, world_size, tmp_path/'quiet'))
+    killed(run(scenario, world_size, tmp_path/'killed', Dies(1, 1)))
+    assert values(run(scenario, world_size, tmp_path/'killed')) == expected
+
+@pytest.mark.parametrize('world_size,first', [(1, True), (2, True), (1, False)])
+def test_a_fit_that_trained_other_parameters_is_refused(tmp_path, world_size, first):
+    def scenario(frozen, *cbs):
+        learn = learner(tmp_path, splitter=halves)
+        if frozen: learn.freeze()
+        before = digest(learn.model)
+        try:
+            with ddp_ctx(learn): learn.fit(3, 0.1, cbs=[DDPResumeCallback(), *cbs])
+        finally: assert digest(learn.model) == before
+    killed(run(scenario, world_size, first, Dies(1)))
+    kind,text = refused(run(scenario, world_size, not first))
+    assert kind == 'ValueError' and 'freeze' in text
+
+class Unfreezes(Callback):
+    "All layers are trained from epoch 1 on."
+    def before_epoch(self):
+        if self.epoch == 1: self.learn.unfreeze()
+
+def test_a_fit_that_unfreezes_on_its_way_goes_on_also_in_the_process_in_which_it_raised(tmp_path):
+    def scenario(path, *cbs):
+        learn = learner(path, splitter=halves)
+        learn.freeze()
+        with ddp_ctx(learn):
+            try: learn.fit(3, 0.1, cbs=[DDPResumeCallback(), Unfreezes(), *cbs])
+            except KeyError: learn.fit(3, 0.1, cbs=[DDPResumeCallback(), Unfreezes()])
+        return outcome(learn)
+    expected = values(run(scenario, 1, tmp_path/'quiet'))
+    killed(run(scenario, 1, tmp_path/'killed', Dies(1)))
+    assert values(run(scenario, 1, tmp_path/'killed')) == expected
+    assert values(run(scenario, 1, tmp_path/'raised', Raises(1))) == expected
