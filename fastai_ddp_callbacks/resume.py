@@ -36,12 +36,16 @@ class DDPResumeCallback(Callback):
     """Saves all that a fit needs to go on, and goes on by itself when the fit that was killed is started again.
 
     On the CPU, with as many ranks, the end is then the same to the bit. SIGTERM, SIGUSR1 or Ctrl-C on any rank: all ranks
-    save after the same batch, within about a second (50 batches, if they have become slower since) and the time of a save, and leave by `Preempted` (a
-    `SystemExit`); in the midst of validation, after it. A fit that has come to its end is not trained again: its weights are
+    save after the same batch, within about a second (50 batches, if they have become slower since) and the time of a save,
+    and leave by `Preempted` (a `SystemExit`); in the midst of validation, after it; where nothing is left to save, at the
+    end of the fit. Signals that are ignored stay so. A fit that has come to its end is not trained again: its weights are
     loaded. `CheckpointError` on all ranks if there is nothing whole and `resume='must'`; `ValueError` if what is there
-    belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two. In the midst of an epoch,
-    gradients that are accumulated over batches are not saved, nor is what a model keeps beside its state dict, nor the average
-    of a training metric up to there; loaders with workers that draw random numbers begin them anew."""
+    belongs to a fit of another kind, if the optimizer trains what is not the model's own, or if a fit has two of these
+    callbacks. One object numbers its fits, so that `fine_tune` makes two; the second starts anew, with a warning, where
+    the first was trained anew or longer since, and 'must' does not hold for fits after one that was trained in this
+    process. In the midst of an epoch, gradients that are accumulated over batches are not saved, nor is what a model keeps
+    beside its state dict, nor the average of a training metric up to there; loaders with workers that draw random numbers
+    begin them anew."""
     order,run_valid = 90,False # after all that is to be saved has seen the epoch
 
     def __init__(self,
