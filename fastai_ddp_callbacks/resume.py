@@ -23,6 +23,7 @@ from .writer import Writer
 __all__ = ['DDPResumeCallback']
 
 _LOOK,_BATCHES = 1.,50 # seconds, or batches, between the moments at which all ranks tell each other whether to save or to leave
+_ended = set() # runs whose fits have come to their ends in this process
 
 
 class _Before(NamedTuple):
@@ -131,6 +132,7 @@ class DDPResumeCallback(Callback):
         then,now = state['data'],sizes(self.learn)
         if self._finished:
             other = '' if then == now else f' It had {then} samples and samples per batch, and this one has {now}: if this is another fit, it is not trained.'
+            if self._files.store.run in _ended: other += ' It is the fit of another learner of this process: this one is not trained.' # rank 0 knows, and tells
             return say(f"{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.{other} To train, give it another fname, or resume='never'.", warn=bool(other))
         say(f'Going on after {progress(meta)}, with {path}.')
         if world_size() != len(state['ranks']):
@@ -228,6 +230,7 @@ class DDPResumeCallback(Callback):
         if not self._finished and not self._cut: self._save(self.n_epoch, 0, finished=True)
         with together('resume: whether to leave') as ranks: ranks.value = bool(self._asked.by) # the save may have taken its time
         if not self._cut: self._before = _Before(self._before.fits+1, f'{self._files.store.run}, {self.n_epoch} epochs', self._before.trained or not self._finished)
+        if not self._cut: _ended.add(self._files.store.run)
         self.learn._fits_done[self.fname] = tuple(self._before) # `export` takes it along, to where this module may not be
         self._leave()
         if any(ranks.values): self._go()

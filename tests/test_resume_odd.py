@@ -210,6 +210,11 @@ def test_a_finished_fit_of_other_data_is_a_warning_that_says_what_to_do(tmp_path
     results = run(fit, world_size, tmp_path)
     assert values(results)[0][1] == [] and 'another fname' in results[0].output
 
+def test_folds_that_share_a_name_are_told_that_they_are_not_trained_whatever_their_sizes(tmp_path):
+    def scenario(): return [fit(tmp_path)[1] for _ in range(3)]
+    for told in (values(run(scenario, 2))[0][1:], values(run(scenario, 2))[0][1:]): # again, when the first is found too
+        for o in told: assert len(o) == 1 and 'another learner of this process' in o[0] and 'another fname' in o[0]
+
 @pytest.mark.parametrize('kind', ['fit', 'fit_one_cycle'])
 def test_a_fit_of_no_epochs_goes_on_to_some(tmp_path, kind):
     (nothing,_), = values(run(partial(fit, n=0, fit=kind), 1, tmp_path/'a'))
