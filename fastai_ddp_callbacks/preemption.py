@@ -6,7 +6,7 @@ __all__ = ['Asked']
 
 
 class Asked:
-    """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) between `watch` and `release`, in the main thread.
+    """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) between `watch` and `release`, in the main thread, unless they are ignored.
 
     `by` is the name of the first that came. Handlers of others are called too. A second Ctrl-C interrupts at once."""
     def __init__(self): self.by,self._before,self._over,self._pid = None,{},False,os.getpid()
@@ -16,7 +16,8 @@ class Asked:
     def watch(self):
         if threading.current_thread() is not threading.main_thread(): return
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            if signal.getsignal(number) is not None: self._before[number] = signal.signal(number, self._note) # None: not Python's to give back
+            if signal.getsignal(number) not in (None, signal.SIG_IGN): # not Python's to give back; ignored, as in the background of a script
+                self._before[number] = signal.signal(number, self._note)
 
     def release(self):
         self._over = True

@@ -58,7 +58,7 @@ def train_on_rest(
         idxs = list(get_idxs())
         if base is not dl: idxs = dl._broadcast(idxs, 0)
         rest = left(idxs, stages, size)
-        dl.batches_left = len(rest)//size//dl.bs
+        dl.batches_left = len(rest)//size//(dl.bs or 1)
         if base is dl: return [o for o,_ in rest]
         dl.n,dl.n_padded,run = sum(not again for _,again in rest),len(rest),len(rest)//size
         return [o for o,_ in rest[rank()*run:(rank()+1)*run]]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys, time
 from functools import partial
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 from fastai.basics import Callback, Learner
@@ -11,7 +12,7 @@ from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
 
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
-from .errors import Preempted
+from .errors import CheckpointError, Preempted
 from .preemption import Asked
 from .resume_files import ResumeFiles, load, progress
 from .rest_of_epoch import Stage, train_on_rest
@@ -22,18 +23,30 @@ from .writer import Writer
 __all__ = ['DDPResumeCallback']
 
 _LOOK,_BATCHES = 1.,50 # seconds, or batches, between the moments at which all ranks tell each other whether to save or to leave
+_ended = set() # runs whose fits have come to their ends in this process
+
+
+class _Before(NamedTuple):
+    "The fits of one name that have come to their end in this process."
+    fits:int=0
+    last:str|None=None # which the last one was; rank 0 knows
+    trained:bool=False # whether any was not found finished
 
 
 class DDPResumeCallback(Callback):
     """Saves all that a fit needs to go on, and goes on by itself when the fit that was killed is started again.
 
     On the CPU, with as many ranks, the end is then the same to the bit. SIGTERM, SIGUSR1 or Ctrl-C on any rank: all ranks
-    save after the same batch, within about a second (50 batches, if they have become slower since) and the time of a save, and leave by `Preempted` (a
-    `SystemExit`); in the midst of validation, after it. A fit that has come to its end is not trained again: its weights are
+    save after the same batch, within about a second (50 batches, if they have become slower since) and the time of a save,
+    and leave by `Preempted` (a `SystemExit`); in the midst of validation, after it; where nothing is left to save, at the
+    end of the fit. Signals that are ignored stay so. A fit that has come to its end is not trained again: its weights are
     loaded. `CheckpointError` on all ranks if there is nothing whole and `resume='must'`; `ValueError` if what is there
-    belongs to a fit of another kind. One object numbers its fits, so that `fine_tune` makes two. In the midst of an epoch,
-    gradients that are accumulated over batches are not saved, nor is what a model keeps beside its state dict, nor the average
-    of a training metric up to there; loaders with workers that draw random numbers begin them anew."""
+    belongs to a fit of another kind, if the optimizer trains what is not the model's own, or if a fit has two of these
+    callbacks. One object numbers its fits, so that `fine_tune` makes two; the second starts anew, with a warning, where
+    the first was trained anew or longer since, and 'must' does not hold for fits after one that was trained in this
+    process. In the midst of an epoch, gradients that are accumulated over batches are not saved, nor is what a model keeps
+    beside its state dict, nor the average of a training metric up to there; loaders with workers that draw random numbers
+    begin them anew."""
     order,run_valid = 90,False # after all that is to be saved has seen the epoch
 
     def __init__(self,
@@ -49,9 +62,10 @@ class DDPResumeCallback(Callback):
         if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
         for k,v in dict(every_epoch=every_epoch, every_batches=every_batches, every_minutes=every_minutes, keep=keep).items():
             if v is not None and v <= 0 or v is None and k == 'keep': raise ValueError(f'DDPResumeCallback({k}={v!r}): a number above 0 is needed.')
+        if not fname or set('{}') & set(str(fname)): raise ValueError(f'DDPResumeCallback(fname={fname!r}): a name without braces is needed.')
         self.every_epoch,self.every_batches,self.every_minutes,self.keep = every_epoch,every_batches,every_minutes,keep
         self.fname,self.resume,self.background,self.exit_status = fname,resume,background,exit_status
-        self._fits,self._active,self._trained,self._within,self._files,self._writer,self._asked = 0,False,False,0,None,Writer(),Asked()
+        self._before,self._active,self._trained,self._within,self._files,self._writer,self._asked = _Before(),False,False,0,None,Writer(),Asked()
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
@@ -69,11 +83,12 @@ class DDPResumeCallback(Callback):
         if self._active and frame is not self._frame: self._leave() # an earlier fit has raised, and no event told of it
         self._within += self._active # `validate` within a fit
         if not self.run or self._active or not frame: return # `validate` begins with this event too
+        with together('DDPResumeCallback: whether it can save this fit'): self._check_fit()
         self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
         self._warm,self._cut,self._frame = False,False,frame
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
-        self._fits = max(self._fits, vars(self.learn).setdefault('_fits_done', {}).get(self.fname, 0)) # another callback may have seen the fit before
-        name = self.fname if not self._fits else f'{self.fname}-{self._fits+1}'
+        self._before = max(_Before(*vars(self.learn).setdefault('_fits_done', {}).get(self.fname, ())), self._before, key=lambda o: o.fits) # another callback may have seen the fit before
+        name = self.fname if not self._before.fits else f'{self.fname}-{self._before.fits+1}'
         self._files = ResumeFiles(self.learn.path/self.learn.model_dir, name, self.keep)
         self._kind = plan(self.learn)
         found = run_on_main(self._find)
@@ -81,10 +96,21 @@ class DDPResumeCallback(Callback):
         self._asked = Asked()
         self._asked.watch()
 
+    def _check_fit(self):
+        several = sum(isinstance(o, DDPResumeCallback) for o in self.learn.cbs)
+        if several > 1: raise ValueError(f'DDPResumeCallback: {several} in one fit. Give it one, which may save by epochs, batches and minutes.')
+        own,trained = {id(o) for o in self.learn.model.parameters()},[o for group in getattr(self.learn.opt, 'param_lists', ()) for o in group]
+        others = sum(id(o) not in own for o in trained)
+        if others: # copies are made before the saved weights are loaded, and would undo that
+            raise ValueError(f"DDPResumeCallback: the optimizer trains {others} tensors that are not the model's own, which are not saved. Copies in another precision "
+                             '(NonNativeMixedPrecision)? MixedPrecision needs none. A loss that has weights? Make it a part of the model.')
+
     def _find(self):
-        self._writer.join()
+        try: self._writer.wait() # what an earlier fit, which has raised, had under way
+        except CheckpointError as e: say(f'In the fit before: {e}', warn=True)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
-        return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), self.resume)
+        resume = 'auto' if self.resume == 'must' and self._before.trained else self.resume
+        return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), resume, self._before.last)
 
     def _go_on(self, path, checksum, meta):
         "Bring everything back to where it was."
@@ -103,13 +129,16 @@ class DDPResumeCallback(Callback):
         self._with = self.learn._with_events
         self.learn._with_events = self._skipping # in the instance, over what `ddp_ctx` may have put there
         if not self._stages: self._bring_back_random_states()
-        if self._finished: return say(f'{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.')
+        then,now = state['data'],sizes(self.learn)
+        if self._finished:
+            other = '' if then == now else f' It had {then} samples and samples per batch, and this one has {now}: if this is another fit, it is not trained.'
+            if self._files.store.run in _ended: other += ' It is the fit of another learner of this process: this one is not trained.' # rank 0 knows, and tells
+            return say(f"{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.{other} To train, give it another fname, or resume='never'.", warn=bool(other))
         say(f'Going on after {progress(meta)}, with {path}.')
         if world_size() != len(state['ranks']):
             say(f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: batches and random numbers will not be those of a fit that was '
                 'not interrupted.', warn=True)
-        if state['data'] != sizes(self.learn):
-            say(f'{path} was saved with {state["data"]} samples and samples per batch, and goes on with {sizes(self.learn)}: not as a fit that was not interrupted.', warn=True)
+        if then != now: say(f'{path} was saved with {then} samples and samples per batch, and goes on with {now}: not as a fit that was not interrupted.', warn=True)
         self._warm = world_size() > 2 and isinstance(self.learn.model, DistributedDataParallel) and not next(self.learn.model.parameters()).is_cuda
 
     def _bring_back_random_states(self):
@@ -198,18 +227,20 @@ class DDPResumeCallback(Callback):
             return
         if len(self._rows) < len(self.recorder.values): self._rows.append([number(o) for o in self.recorder.log]) # early stopping came first
         if self._cut: say(f'{type(self).__name__}: stopped in the midst of epoch {self.epoch}. Started again, the fit goes on from what was saved before.')
-        told = not self._finished and not self._cut and self._save(self.n_epoch, 0, finished=True)
-        if not self._cut: self._fits += 1
-        self.learn._fits_done[self.fname] = self._fits
+        if not self._finished and not self._cut: self._save(self.n_epoch, 0, finished=True)
+        with together('resume: whether to leave') as ranks: ranks.value = bool(self._asked.by) # the save may have taken its time
+        if not self._cut: self._before = _Before(self._before.fits+1, f'{self._files.store.run}, {self.n_epoch} epochs', self._before.trained or not self._finished)
+        if not self._cut: _ended.add(self._files.store.run)
+        self.learn._fits_done[self.fname] = tuple(self._before) # `export` takes it along, to where this module may not be
         self._leave()
-        if told: self._go()
+        if any(ranks.values): self._go()
 
     # -- saving and leaving
 
     def _save(self, epoch, batch, finished=False) -> bool:
         "Whether any rank has been told to leave."
         told = all_gather((bool(self._asked.by), own_state(self.learn)), 'random states')
-        stages = [*map(list, self._stages), [world_size(), getattr(self.dl, 'bs', 1), batch-self._begin]] if batch else []
+        stages = [*map(list, self._stages), [world_size(), getattr(self.dl, 'bs', None) or 1, batch-self._begin]] if batch else []
         state = dict(shared_state(self.learn), plan=self._kind, epoch=epoch, rows=self._rows, order=self._order if batch else None, stages=stages, ranks=[o for _,o in told])
         run_on_main(self._write, (state, epoch, batch, finished))
         self._saved_at = time.monotonic()
@@ -218,10 +249,14 @@ class DDPResumeCallback(Callback):
     def _write(self, training, epoch, batch, finished):
         self._settle()
         write = self._files.next(dict(epoch=epoch, batch=batch, n_iter=vars(self.learn).get('n_iter', 0), n_epoch=self.n_epoch, iteration=self.train_iter, finished=finished,
-                                      fastai=version('fastai')))
+                                      after=self._before.last, fastai=version('fastai')))
         state = {'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}
-        if self.background and not finished: self._writer.start(write, state)
-        else: self._files.keep_newest(write(state))
+        others = [t for o in self.learn.cbs if isinstance(w := vars(o).get('_writer'), Writer) for t in w.under_way]
+        def write_last(state): # killed in between, the fit would go on after an epoch whose best was never written
+            for o in others: o.join()
+            return write(state)
+        if self.background and not finished: self._writer.start(write_last, state)
+        else: self._files.keep_newest(write_last(state))
 
     def _settle(self):
         if self._writer.busy: self._files.keep_newest(self._writer.wait())
@@ -240,7 +275,7 @@ class DDPResumeCallback(Callback):
             if before is not None: setattr(learn, name, before)
         self._writer.join() # its handler of SIGTERM stands over ours
         self._asked.release()
-        self._files.store.release()
+        if self._files: self._files.store.release()
 
 
 def _in_fit(learn):

@@ -1,6 +1,7 @@
 "The files from which a fit can go on: the newest whole one is found, a few of them are kept. Rank 0 alone deals with them."
 from __future__ import annotations
 import glob, os
+from contextlib import suppress
 
 from .checkpoint import read_metadata, verify_checkpoint
 from .distributed import say, world_size
@@ -24,6 +25,7 @@ class ResumeFiles:
         n_epoch, # how many epochs the fit is to have
         scheduled, # whether something depends on that number
         resume, # 'auto', 'must' or 'never'
+        after=None, # which fit came before, as its files say that they come after it
     ): # (path, checksum, metadata) of the newest whole one; None to start anew
         """Reserve the name, and look for a file to go on with. `CheckpointError` if there is none and there must be;
         `ValueError` if it belongs to a fit of another kind."""
@@ -36,14 +38,19 @@ class ResumeFiles:
                 if meta.get('resume') == self.name and meta.get('name') == self.store.name_of(path): metas[path] = meta
         self.sequence = max((o['sequence'] for o in metas.values()), default=0)
         if resume == 'never': return None
+        others = {o for o,m in metas.items() if m.get('after', after) != after}
+        if max(metas, key=lambda o: metas[o]['sequence'], default=None) in others:
+            say(f'{self.store.folder/self.name}_*.pth come after another fit than the one that this comes after, which has been trained anew or for more epochs since: this fit starts anew.', warn=True)
+        metas = {o:m for o,m in metas.items() if o not in others}
         path = self._newest_whole(metas, damaged, n_epoch)
-        if path: damaged = [o for o in damaged if os.path.getmtime(o.path) > os.path.getmtime(path)] # of older ones an earlier start has told
+        if path: damaged = [o for o in damaged if _changed(o.path) > _changed(path)] # of older ones an earlier start has told
         for o in damaged: say(f'{o} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
         if path is None:
             if resume == 'must': raise CheckpointError(f'There is no whole {self.store.folder/self.name}_*.pth to go on with.', str(self.store.folder))
             return None
         meta = metas[path]
-        if n_epoch < meta['n_epoch'] or n_epoch != meta['n_epoch'] and scheduled:
+        if meta['n_epoch'] == 0 < n_epoch: meta = dict(meta, finished=False) # nothing was trained: it goes on from its end, whatever follows
+        elif n_epoch < meta['n_epoch'] or n_epoch != meta['n_epoch'] and scheduled:
             raise ValueError(f'{path} is of a fit of {meta["n_epoch"]} epochs, and this one is to have {n_epoch}' + (', which gives another schedule' if scheduled else '') +
                              ". Give this fit another name, or resume='never' to start anew.")
         self.store.run,self.store.resumed = meta['run'],path
@@ -53,7 +60,7 @@ class ResumeFiles:
 
     def _newest_whole(self, metas, damaged, n_epoch):
         newest = sorted(metas, key=lambda o: metas[o]['sequence'], reverse=True)
-        if newest and metas[newest[0]]['finished'] and n_epoch > metas[newest[0]]['n_epoch']:
+        if newest and metas[newest[0]]['finished'] and n_epoch > metas[newest[0]]['n_epoch'] > 0:
             ended,newest = newest[0],[o for o in newest if not metas[o]['finished']] # more epochs than planned: go on from before the best weights were loaded
             if not newest: raise ValueError(f'{ended} is of a fit that has come to its end, and its last epoch was not kept: with keep=2 it could go on for more epochs.')
         for path in newest:
@@ -78,6 +85,12 @@ class ResumeFiles:
 
     def _delete(self, victims):
         for o in victims: delete(o)
+
+
+def _changed(path):
+    "When it was; of a link itself, which may lead nowhere."
+    with suppress(FileNotFoundError): return os.lstat(path).st_mtime
+    return 0. # gone since
 
 
 def load(

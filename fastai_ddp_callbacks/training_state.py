@@ -27,7 +27,7 @@ def shared_state(
     recorder = dict(values=[list(map(number, o)) for o in rec.values], lrs=_numbers(rec.lrs), iters=list(rec.iters),
                     losses=torch.stack([plain(o).cpu() for o in rec.losses]) if rec.losses else None, smooth_loss=plain(sm.val).cpu(), count=sm.count)
     scaler = getattr(learn, 'scaler', None)
-    return dict(pct_train=float(learn.pct_train), data=sizes(learn), frozen=getattr(learn.opt, 'frozen_idx', None), train_iter=learn.train_iter, recorder=recorder, scaler=scaler and scaler.state_dict(),
+    return dict(trained=_trained(learn), pct_train=float(learn.pct_train), data=sizes(learn), frozen=getattr(learn.opt, 'frozen_idx', None), train_iter=learn.train_iter, recorder=recorder, scaler=scaler and scaler.state_dict(),
                 callbacks={k:s for k,cb in named(learn.cbs) if (s := _state(cb)) is not None})
 
 def restore_shared(
@@ -56,17 +56,22 @@ def sizes(learn) -> list:
     return [len(o.dataset) if hasattr(o.dataset, '__len__') else None, getattr(o, 'bs', None) or getattr(o, 'batch_size', None)]
 
 def plan(learn) -> list:
-    "What the hyperparameters are when a fit begins, and where each schedule will have them."
+    "When a fit begins: the hyperparameters, where each schedule will have them, and which parameters are trained."
     curves = [[k, [np.ravel(f(i/8)).astype(float).tolist() for i in range(9)]] for cb in learn.cbs if isinstance(cb, ParamScheduler) for k,f in sorted(cb.scheds.items())]
     scheduled = [k for k,_ in curves] # of which an interrupted fit leaves some value behind
-    return [[[[k, repr(plain(v))] for k,v in sorted(h.items()) if k not in scheduled] for h in getattr(learn.opt, 'hypers', [])], curves]
+    return [[[[k, repr(plain(v))] for k,v in sorted(h.items()) if k not in scheduled] for h in getattr(learn.opt, 'hypers', [])], curves, _trained(learn)]
+
+def _trained(learn): return [o.requires_grad for o in learn.model.parameters()]
 
 def check_kind(learn, opt, state, now):
     "`ValueError` if it is not the state of a fit of this kind; nothing is changed yet."
     def kind(o): return [sorted(h) for h in o['hypers']] if 'hypers' in o else sorted(o) # fastai's own, or a wrapped one of torch
     if kind(opt) != kind(learn.opt.state_dict()): raise ValueError('the fit to go on with had another optimizer, or other parameter groups.')
-    if state['plan'] != now:
+    *was,trained = state['plan']
+    if was != now[:2]:
         raise ValueError("the fit to go on with had other learning rates, other hyperparameters or another schedule. Give this fit another fname, or resume='never' to start anew.")
+    if now[2] not in (trained, state['trained']): # the second, where it has raised in this process after a callback had changed them
+        raise ValueError("the fit to go on with trained other parameters: call `freeze` or `unfreeze` as before, or give this fit another fname, or resume='never' to start anew.")
     for k,cb in named(learn.cbs):
         was = state['callbacks'].get(k, {})
         if isinstance(cb, TrackerCallback) and was.get('monitor', cb.monitor) != cb.monitor:

@@ -38,6 +38,9 @@ class Writer:
     def done(self) -> bool: return self.busy and not self._thread.is_alive()
 
     @property
+    def under_way(self) -> list: return [self._thread] if self.busy else [] # threads that others may join; the result is not theirs
+
+    @property
     def error(self): return self._result[1] if self.done else None
 
     def join(self):
