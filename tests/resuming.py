@@ -12,7 +12,7 @@ from fastai.callback.schedule import fine_tune, fit_flat_cos, fit_one_cycle # no
 from fastai_ddp_callbacks import ddp_ctx, rank, resume
 from fastai_ddp_callbacks.errors import Preempted, RankFailedError
 from learners import digest
-from ranks import report, run
+from ranks import report, run, values
 
 SIGNALS = signal.SIGTERM,signal.SIGUSR1,signal.SIGINT
 
@@ -164,3 +164,11 @@ def table(result):
 def seen(path, epoch): return sorted(map(int, (Path(path)/f'seen-{epoch}').read_text().split()))
 def files(path): return sorted(o.name for o in (Path(path)/'models').iterdir())
 def resumes(path): return [o for o in files(path) if o.startswith('resume')]
+
+KINDS = 'weights','values','losses','lrs','iters','hps','state','draw'
+
+def same(results, quiet, but=()):
+    "Every rank came to what it comes to when nobody interrupts it."
+    for r,(a,b) in enumerate(zip(values(results), values(quiet), strict=True)):
+        assert not [k for k in KINDS if k not in but and a[k] != b[k]], {k:(r, a[k], b[k]) for k in KINDS if a[k] != b[k]}
+    assert table(results[0]) == table(quiet[0])

@@ -1,7 +1,7 @@
 "A fit that was killed, told to leave, or had come to its end, and is started again."
 import os, signal, threading, time
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np, pytest, torch
@@ -15,22 +15,7 @@ from fastai_ddp_callbacks.resume import DDPResumeCallback
 from learners import Records, Trace, digest
 from ranks import run, values
 from resuming import (SIGNALS, Cancels, Clock, Counts, Dies, DiesAfter, Net, Raises, Seen, Signals, files, halves, killed, learner, left, outcome, refused, resumes, seen,
-                      start, table, train)
-
-KINDS = 'weights','values','losses','lrs','iters','hps','state','draw'
-
-def same(results, quiet, but=()):
-    "Every rank came to what it comes to when nobody interrupts it."
-    for r,(a,b) in enumerate(zip(values(results), values(quiet), strict=True)):
-        assert not [k for k in KINDS if k not in but and a[k] != b[k]], {k:(r, a[k], b[k]) for k in KINDS if a[k] != b[k]}
-    assert table(results[0]) == table(quiet[0])
-
-@pytest.fixture(scope='module')
-def quiet(tmp_path_factory):
-    "Results of the fit that nobody interrupts; each kind is run once."
-    @lru_cache(None)
-    def fit(world_size, make=tuple, **kwargs): return start(world_size, tmp_path_factory.mktemp('quiet'), *make(), **kwargs)
-    return fit
+                      same, start, train)
 
 def saver(): return DDPSaveModelCallback(),Counts()
 

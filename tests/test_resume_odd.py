@@ -9,8 +9,7 @@ from fastai_ddp_callbacks import DDPSaveModelCallback, RankFailedError, ddp_ctx
 from fastai_ddp_callbacks.resume import DDPResumeCallback
 from learners import Records, digest
 from ranks import run, values
-from resuming import SIGNALS, Dies, Ends, Raises, Signals, files, halves, killed, learner, left, outcome, refused, resumes, start
-from test_resume import quiet, same # noqa: F401 (`quiet` is a fixture)
+from resuming import SIGNALS, Dies, Ends, Raises, Signals, files, halves, killed, learner, left, outcome, refused, resumes, same, start
 
 
 # -- with a saver that writes in the background

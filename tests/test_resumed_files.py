@@ -1,5 +1,5 @@
 "What a saver takes for its own when its fit goes on: the files of before, those of epochs that are trained once more, copies, damaged ones."
-import os, shutil, signal
+import os, random, shutil, signal
 
 import pytest
 from fastai.basics import Callback
@@ -7,7 +7,7 @@ from fastai.basics import Callback
 from fastai_ddp_callbacks import DDPResumeCallback, DDPSaveModelCallback, ddp_ctx, read_metadata, verify_checkpoint
 from learners import Records
 from ranks import run, values
-from resuming import Dies, Ends, files, killed, learner, start, train
+from resuming import Dies, DiesAfter, Ends, files, killed, learner, start, train
 
 
 class DiesBefore(Ends):
@@ -26,6 +26,8 @@ def flip(path):
     path.write_bytes(data)
 
 def saved(path): return {o:(m['epoch'], m['value']) for o in files(path) if o.startswith('m') and (m := verify_checkpoint(path/'models'/o))}
+
+def tree(path): return sorted((str(o.relative_to(path)), m['epoch'], m['value']) for o in path.rglob('*.pth') if (m := verify_checkpoint(o)))
 
 def quiet_and_killed(tmp_path, make, end, world_size=1, **kwargs):
     "The results of the fit that nobody interrupts and of the one that is killed and goes on."
@@ -109,3 +111,23 @@ def test_between_two_fits_the_best_of_the_first_is_not_forgotten(tmp_path):
         return cb.best,cb.best_path.name,[float(o.sum()) for o in learn.model.parameters()]
     killed(run(lambda: fits(tmp_path/'a', lambda: os.kill(os.getpid(), signal.SIGKILL)), 1))
     assert values(run(lambda: fits(tmp_path/'a'), 1)) == values(run(lambda: fits(tmp_path/'b'), 1))
+
+SEED,FITS = int(os.environ.get('SEED', random.randrange(10**6))),int(os.environ.get('FITS', 12)) # more of them on request
+
+@pytest.mark.timeout(120+20*FITS)
+def test_whatever_is_kept_and_whenever_it_is_killed_the_end_is_that_of_an_uninterrupted_run(tmp_path):
+    rng = random.Random(SEED)
+    def maybe(*choices): return rng.choice([None, *choices])
+    for i in range(FITS):
+        records = [rng.choice([1., 2., 2.5, 3., 4., 5., float('nan')]) for _ in range(rng.choice([3, 4, 6]))]
+        kept = dict(keep_best=maybe(1, 2, 3), keep_last=maybe(1, 2), every_epoch=rng.choice([0, 0, 1, 2]), last=maybe('m-last'), fname=rng.choice(['m', 'm-{epoch}', 'm/{epoch}/m']),
+                    with_opt=rng.random() < .3, background=rng.random() < .4, reset_on_fit=rng.random() < .7)
+        resume = dict(every_epoch=rng.choice([1, 2, None]), every_batches=rng.choice([1, 3]), keep=rng.choice([1, 2]), background=rng.random() < .3, n=len(records))
+        ends = [rng.choice([DiesAfter(rng.randint(3, 14)), Dies(rng.randrange(len(records)), maybe(0, 3)), DiesBefore(rng.randrange(len(records))), DiesAtEnd()]) for _ in range(rng.choice([1, 2]))]
+        def make(): return DDPSaveModelCallback(**kept), Records(records)
+        story,size = f'SEED={SEED}, fit {i}: {kept}, {records}, {resume}, {[(type(o).__name__, vars(o)) for o in ends]}',rng.choice([1, 1, 2])
+        quiet = values(start(size, tmp_path/f'{i}/quiet', *make(), **resume))
+        for end in ends: start(size, tmp_path/f'{i}/killed', *make(), end, **resume)
+        again = values(start(size, tmp_path/f'{i}/killed', *make(), **resume))
+        for o in 'weights','values','state','warnings': assert [repr(r[o]) for r in again] == [repr(r[o]) for r in quiet], f'{o}: {story}'
+        assert tree(tmp_path/f'{i}/killed') == tree(tmp_path/f'{i}/quiet'), story
