@@ -3,7 +3,6 @@ from __future__ import annotations
 import sys, time
 from functools import partial
 from importlib.metadata import version
-from typing import NamedTuple
 
 import torch
 from fastai.basics import Callback, Learner
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
 from .errors import CheckpointError, Preempted
 from .preemption import Asked
-from .resume_files import ResumeFiles, load, progress
+from .resume_files import Before, ResumeFiles, load, progress
 from .rest_of_epoch import Stage, train_on_rest
 from .training_state import check_kind, number, own_state, plan, restore_own, restore_shared, shared_state, sizes
 from .weights import model_state, plain, size_of
@@ -24,13 +23,6 @@ __all__ = ['DDPResumeCallback']
 
 _LOOK,_BATCHES = 1.,50 # seconds, or batches, between the moments at which all ranks tell each other whether to save or to leave
 _ended = set() # runs whose fits have come to their ends in this process
-
-
-class _Before(NamedTuple):
-    "The fits of one name that have come to their end in this process."
-    fits:int=0
-    last:str|None=None # which the last one was; rank 0 knows
-    trained:bool=False # whether any was not found finished
 
 
 class DDPResumeCallback(Callback):
@@ -65,7 +57,7 @@ class DDPResumeCallback(Callback):
         if not fname or set('{}') & set(str(fname)): raise ValueError(f'DDPResumeCallback(fname={fname!r}): a name without braces is needed.')
         self.every_epoch,self.every_batches,self.every_minutes,self.keep = every_epoch,every_batches,every_minutes,keep
         self.fname,self.resume,self.background,self.exit_status = fname,resume,background,exit_status
-        self._before,self._active,self._trained,self._within,self._files,self._writer,self._asked = _Before(),False,False,0,None,Writer(),Asked()
+        self._before,self._active,self._trained,self._within,self._files,self._writer,self._asked = Before(),False,False,0,None,Writer(),Asked()
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)
@@ -87,9 +79,8 @@ class DDPResumeCallback(Callback):
         self._active,self._finished,self._first,self._rows,self._stages,self._state,self._checked = True,False,0,[],[],None,None
         self._warm,self._cut,self._frame = False,False,frame
         self._check_at,self._saved_at,self._changed = 1,time.monotonic(),(self.learn, vars(self.learn).get('_with_events'))
-        self._before = max(_Before(*vars(self.learn).setdefault('_fits_done', {}).get(self.fname, ())), self._before, key=lambda o: o.fits) # another callback may have seen the fit before
-        name = self.fname if not self._before.fits else f'{self.fname}-{self._before.fits+1}'
-        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, name, self.keep)
+        self._before = max(Before.of(self.learn, self.fname), self._before, key=lambda o: o.fits) # another callback may have seen the fit before
+        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, self._before.name(self.fname), self.keep)
         self._kind = plan(self.learn)
         found = run_on_main(self._find)
         if found: self._go_on(*found)
@@ -109,8 +100,7 @@ class DDPResumeCallback(Callback):
         try: self._writer.wait() # what an earlier fit, which has raised, had under way
         except CheckpointError as e: say(f'In the fit before: {e}', warn=True)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
-        resume = 'auto' if self.resume == 'must' and self._before.trained else self.resume
-        return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), resume, self._before.last)
+        return self._files.find(size, self.learn.n_epoch, any(isinstance(o, ParamScheduler) for o in self.learn.cbs), self.resume, self._before)
 
     def _go_on(self, path, checksum, meta):
         "Bring everything back to where it was."
@@ -229,9 +219,9 @@ class DDPResumeCallback(Callback):
         if self._cut: say(f'{type(self).__name__}: stopped in the midst of epoch {self.epoch}. Started again, the fit goes on from what was saved before.')
         if not self._finished and not self._cut: self._save(self.n_epoch, 0, finished=True)
         with together('resume: whether to leave') as ranks: ranks.value = bool(self._asked.by) # the save may have taken its time
-        if not self._cut: self._before = _Before(self._before.fits+1, f'{self._files.store.run}, {self.n_epoch} epochs', self._before.trained or not self._finished)
-        if not self._cut: _ended.add(self._files.store.run)
-        self.learn._fits_done[self.fname] = tuple(self._before) # `export` takes it along, to where this module may not be
+        if not self._cut:
+            self._before = self._before.and_this(self.learn, self.fname, self._files.store.run, self.n_epoch, self._finished)
+            _ended.add(self._files.store.run)
         self._leave()
         if any(ranks.values): self._go()
 

@@ -13,7 +13,7 @@ from fastai.callbacks.one_cycle import OneCycleScheduler
 from .distributed import all_gather, rank, run_on_main, say, together, world_size
 from .fastai1 import DDPTrackerCallback, _handled, _is_fit
 from .random_state import random_state, restore_random
-from .resume_files import ResumeFiles, load, named, offers, progress
+from .resume_files import Before, ResumeFiles, load, named, offers, progress
 from .weights import model_state, plain, size_of
 
 __all__ = ['DDPResumeCallback']
@@ -49,13 +49,13 @@ class DDPResumeCallback(LearnerCallback):
         "Go on, if there is something to go on with."
         if not _is_fit(pbar): return
         self._before,self._n_epochs,self._finished,self._cut,self._callbacks = _handled(),n_epochs,False,False,_callbacks_of_fit()
-        done = self._fits_done()
-        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, f'{self.name}-{done+1}' if done else self.name, self.keep)
+        self._earlier = Before.of(self.learn, self.name) # the learner counts, as each fit may have a new callback
+        self._files = ResumeFiles(self.learn.path/self.learn.model_dir, self._earlier.name(self.name), self.keep)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._callbacks)
         self._plan = _plan(self.learn.opt, self._callbacks)
         try:
-            found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume))
+            found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume, self._earlier))
             if found: return self._go_on(pbar, *found)
         except BaseException: # no other event tells that this fit is over
             self._leave()
@@ -102,7 +102,7 @@ class DDPResumeCallback(LearnerCallback):
             if exception or _handled() != self._before: return
             if self._cut: return say(f'{type(self).__name__}: stopped in the midst of epoch {epoch-1}. Started again, the fit goes on from what was saved before.')
             if not self._finished: self._save(epoch, iteration, finished=True)
-            self.learn._fits_done[self.name] = self._fits_done()+1
+            self._earlier.and_this(self.learn, self.name, self._files.store.run, self._n_epochs, self._finished)
         finally: self._leave()
 
     def _leave(self):
@@ -116,12 +116,8 @@ class DDPResumeCallback(LearnerCallback):
         run_on_main(self._write, (state, epoch, iteration, finished))
 
     def _write(self, training, epoch, iteration, finished):
-        write = self._files.next(dict(epoch=epoch, batch=0, n_iter=0, n_epoch=self._n_epochs, iteration=iteration, finished=finished, fastai=version('fastai')))
+        write = self._files.next(dict(epoch=epoch, batch=0, n_iter=0, n_epoch=self._n_epochs, iteration=iteration, finished=finished, after=self._earlier.last, fastai=version('fastai')))
         self._files.keep_newest(write({'model':model_state(self.learn.model), 'opt':plain(self.learn.opt.state_dict()), 'training':training}))
-
-    def _fits_done(self):
-        "How many fits of the learner have come to their end under this name. The learner counts them, as each fit may have a new callback."
-        return vars(self.learn).setdefault('_fits_done', {}).get(self.name, 0)
 
     def _offering(self):
         "Callbacks that say what they need to go on, by class and number."

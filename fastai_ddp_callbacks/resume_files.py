@@ -2,6 +2,7 @@
 from __future__ import annotations
 import glob, os
 from contextlib import suppress
+from typing import NamedTuple
 
 from .checkpoint import read_metadata, verify_checkpoint
 from .distributed import say, world_size
@@ -9,7 +10,25 @@ from .errors import CheckpointError, MismatchedCheckpointError
 from .loading import load_everywhere
 from .store import Store, delete
 
-__all__ = ['ResumeFiles', 'load', 'named', 'offers', 'progress']
+__all__ = ['Before', 'ResumeFiles', 'load', 'named', 'offers', 'progress']
+
+
+class Before(NamedTuple):
+    "The fits of a learner and of one name that have come to their end in this process."
+    fits:int=0
+    last:str|None=None # which the last one was: the next one's files say that they come after it. Rank 0 knows
+    trained:bool=False # whether any was not found finished
+
+    @classmethod
+    def of(cls, learn, name): return cls(*vars(learn).setdefault('_fits_done', {}).get(name, ()))
+
+    def name(self, name) -> str: return f'{name}-{self.fits+1}' if self.fits else name
+
+    def and_this(self, learn, name, run, n_epoch, finished):
+        "With one more, of that run, which may have been found finished."
+        now = Before(self.fits+1, f'{run}, {n_epoch} epochs', self.trained or not finished)
+        vars(learn).setdefault('_fits_done', {})[name] = tuple(now) # `export` takes it along, to where this module may not be
+        return now
 
 
 class ResumeFiles:
@@ -25,7 +44,7 @@ class ResumeFiles:
         n_epoch, # how many epochs the fit is to have
         scheduled, # whether something depends on that number
         resume, # 'auto', 'must' or 'never'
-        after=None, # which fit came before, as its files say that they come after it
+        before, # `Before`, the fits that came before this one
     ): # (path, checksum, metadata) of the newest whole one; None to start anew
         """Reserve the name, and look for a file to go on with. `CheckpointError` if there is none and there must be;
         `ValueError` if it belongs to a fit of another kind."""
@@ -38,7 +57,7 @@ class ResumeFiles:
                 if meta.get('resume') == self.name and meta.get('name') == self.store.name_of(path): metas[path] = meta
         self.sequence = max((o['sequence'] for o in metas.values()), default=0)
         if resume == 'never': return None
-        others = {o for o,m in metas.items() if m.get('after', after) != after}
+        others = {o for o,m in metas.items() if m.get('after') != before.last}
         if max(metas, key=lambda o: metas[o]['sequence'], default=None) in others:
             say(f'{self.store.folder/self.name}_*.pth come after another fit than the one that this comes after, which has been trained anew or for more epochs since: this fit starts anew.', warn=True)
         metas = {o:m for o,m in metas.items() if o not in others}
@@ -46,7 +65,7 @@ class ResumeFiles:
         if path: damaged = [o for o in damaged if _changed(o.path) > _changed(path)] # of older ones an earlier start has told
         for o in damaged: say(f'{o} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'), warn=True)
         if path is None:
-            if resume == 'must': raise CheckpointError(f'There is no whole {self.store.folder/self.name}_*.pth to go on with.', str(self.store.folder))
+            if resume == 'must' and not before.trained: raise CheckpointError(f'There is no whole {self.store.folder/self.name}_*.pth to go on with.', str(self.store.folder))
             return None
         meta = metas[path]
         if meta['n_epoch'] == 0 < n_epoch: meta = dict(meta, finished=False) # nothing was trained: it goes on from its end, whatever follows

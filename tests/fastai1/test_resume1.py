@@ -83,6 +83,12 @@ def two_fits(path, style, kill=None):
             ends.append((digest(learn.model), len(learn.recorder.val_losses)))
     return ends
 
+def test_a_second_fit_does_not_go_on_when_the_first_was_trained_anew(tmp_path):
+    first = values(run(two_fits, 2, tmp_path, 'callbacks'))
+    for o in tmp_path.glob('models/resume_*.pth'): o.unlink()
+    again = run(two_fits, 2, tmp_path, 'callbacks')
+    assert values(again) == first and 'this fit starts anew' in again[0].output
+
 @pytest.mark.parametrize('world_size,style', [(1, 'callbacks'), (2, 'callback_fns')])
 def test_fits_are_numbered_by_the_learner_so_that_each_of_them_may_have_a_new_callback(tmp_path, world_size, style):
     quiet = values(run(two_fits, world_size, tmp_path/'quiet', style))
