@@ -3,7 +3,7 @@
 A block that begins with ```python runs in one process, with ```python 2 ranks on two; a block of the README always on two.
 Each has a folder of its own, a `learn` and an `other_model`. One with ```python notebook is a program. Where a ```text block follows, the ranks fail with that text."""
 from __future__ import annotations
-import inspect, os, re, signal, subprocess, sys, time
+import ast, inspect, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import fastai.basics # noqa: F401 (the ranks have it from their server; the names in `__all__` need it here)
@@ -86,6 +86,27 @@ def test_the_blocks_of_a_page_run(page, ranks, tmp_path):
 @pytest.mark.parametrize('page,line,ranks,code,text', [pytest.param(page, *o, id=f'{page.name}:{o[0]}') for page in PAGES for o in blocks(page) if o[3]])
 def test_a_block_fails_with_the_text_below_it(page, line, ranks, code, text, tmp_path):
     assert comparable(failures(ranks, code, tmp_path)) == comparable(text)
+
+COMMANDS = 'cli', 'demo', 'doctor', 'files' # they say it in a terminal, to who has just called them
+INTERNAL = 'AttributeError', 'UnpicklingError' # of `hasattr`; for the reader of checkpoints, which makes an error of ours of it
+
+def messages():
+    "(file and line, constant parts) of each text that is raised, or told as a warning."
+    for file in sorted((ROOT/'fastai_ddp_callbacks').glob('*.py')):
+        if file.stem in COMMANDS: continue
+        for o in ast.walk(ast.parse(file.read_text())):
+            if isinstance(o, ast.Raise): o = o.exc
+            elif not (isinstance(o, ast.Call) and ast.unparse(o).endswith('warn=True)') or isinstance(o, ast.Call) and ast.unparse(o.func) == 'warnings.warn'): continue
+            if not isinstance(o, ast.Call) or not o.args or ast.unparse(o.func) in INTERNAL: continue
+            parts = [c.value for c in ast.walk(o.args[0]) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+            if any(' ' in c for c in parts): yield f'{file.name}:{o.lineno}',parts
+
+def test_whatever_is_raised_or_warned_of_has_an_entry():
+    page = (ROOT/'docs/when-it-hangs.md').read_text()
+    def told(parts): return any(len(o.split()) > 2 and o.strip() in page for c in parts for o in re.split(r'[.:;,()]\s*', c))
+    assert len([*messages()]) > 60
+    assert not [(place, parts) for place,parts in messages() if not told(parts)]
+    assert not [o for o in fastai_ddp_callbacks.errors.__all__ if f'`{o}`' not in page]
 
 BEFORE = f'''
 import sys
