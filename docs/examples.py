@@ -251,7 +251,7 @@ def ddp_timeline():
     with ddp_ctx(learn):
         learn.fit(1)
         table = learn.ddp_timeline() # on all ranks, inside
-    print(table)
+    print(table.to_string()) # all columns
 
 @two
 def plot_ddp_timeline():

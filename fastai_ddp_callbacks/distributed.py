@@ -37,21 +37,38 @@ def _grouped(): return dist.is_available() and dist.is_initialized()
 
 def rank() -> int:
     "The rank of this process in the default process group; 0 without one."
-    return dist.get_rank() if _grouped() else 0
+    return dist.get_rank() if _grouped() else _single('rank()', 0)
 
 def world_size() -> int:
     "The number of ranks in the default process group; 1 without one."
-    return dist.get_world_size() if _grouped() else 1
+    return dist.get_world_size() if _grouped() else _single('world_size()', 1)
 
 def is_main_process() -> bool:
     "Whether this is rank 0, the one that writes files and prints. True without a process group."
-    return rank() == 0
+    return dist.get_rank() == 0 if _grouped() else _single('is_main_process()', True)
 
 def is_local_main_process() -> bool:
     """Whether this is the first rank of its node. True without a process group.
     The launcher's `LOCAL_RANK` tells; where it sets none, the first call is a rendezvous of all ranks."""
     control = _get_control()
-    return control is None or _node_leader(control, Place('is_local_main_process()', _caller()), _timeout) == control.rank
+    if control is None: return _single('is_local_main_process()', True)
+    return _node_leader(control, Place('is_local_main_process()', _caller()), _timeout) == control.rank
+
+def _single(call, value=None):
+    """`value`, which is right for a process alone. Warns, once, where a launcher says that it is one of several: it comes
+    here before the group is made, as the others do, and all of them take themselves for rank 0."""
+    global _warned
+    if _warned or _grouped() or 'RANK' not in os.environ or os.environ.get('WORLD_SIZE', '') in ('', '0', '1'): return value
+    f,level = sys._getframe(1),2
+    while f.f_code.co_filename in _INTERNAL: f,level = f.f_back,level+1
+    if f.f_globals.get('__name__', '').startswith(__package__+'.'): return value # a callback, which has a warning of its own
+    _warned = True
+    warnings.warn(f'{call}: the environment has RANK={os.environ["RANK"]} and WORLD_SIZE={os.environ["WORLD_SIZE"]}, but there is no process group: this '
+        'process is rank 0 of 1 here, and so is every other one. Call it inside `ddp_ctx(learn)` or after `torch.distributed.init_process_group()`; '
+        'if this process is alone, unset these variables.', stacklevel=level)
+    return value
+
+_warned = False
 
 
 # -- time limits
@@ -325,6 +342,7 @@ class _Meeting:
         self.alone = _state.alone > 0
         if not self.alone and _state.branches: self._refuse()
         self.control = None if self.alone else _get_control(self.place)
+        if self.control is None: _single(self.place)
 
     def _refuse(self):
         block = _state.branches[-1][0]

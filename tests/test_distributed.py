@@ -1,6 +1,6 @@
 "The rendezvous on real ranks: that they hold, what they carry, and what becomes of everyone when one rank does something else."
 from __future__ import annotations
-import ast, errno, math, os, pickle, signal, socket, subprocess, sys, threading, time
+import ast, errno, math, os, pickle, signal, socket, subprocess, sys, threading, time, warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -9,8 +9,8 @@ from statistics import median
 import cloudpickle, numpy as np, pytest, torch, torch.distributed as dist
 
 import fastai_ddp_callbacks
-from fastai_ddp_callbacks import (BarrierInBranchError, BarrierMismatchError, BarrierTimeoutError, DDPError, RankFailedError, agree, barrier,
-    broadcast, get_timeout, is_local_main_process, is_main_process, main_process_only, no_barrier, once_per_node, rank, reports_failure,
+from fastai_ddp_callbacks import (BarrierInBranchError, BarrierMismatchError, BarrierTimeoutError, DDPError, RankFailedError, agree, all_gather, barrier,
+    broadcast, broadcast_tensors, get_timeout, is_local_main_process, is_main_process, main_process_only, no_barrier, once_per_node, rank, reports_failure,
     run_on_main, run_once_per_node, set_timeout, together, world_size)
 from fastai_ddp_callbacks import control, distributed
 import ranks
@@ -156,6 +156,44 @@ def test_each_part_ran_where_it_should(told):
 def test_after_post_func_all_ranks_meet_again(told):
     ended = [t for o in told for t in o['post_ended']]
     assert len(ended) == len(told)-1 and all(o['left'] >= max(ended, default=0) for o in told)
+
+UTILITIES = dict(
+    rank=(rank, 0), world_size=(world_size, 1), is_main_process=(is_main_process, True), is_local_main_process=(is_local_main_process, True),
+    barrier=(barrier, None), agree=(lambda: agree(2), 2), broadcast=(lambda: broadcast('x'), 'x'), all_gather=(lambda: all_gather('x'), ['x']),
+    broadcast_tensors=(lambda: broadcast_tensors([torch.zeros(2)]), None), run_on_main=(lambda: run_on_main(lambda: 'data'), 'data'),
+    run_once_per_node=(lambda: run_once_per_node(lambda: 'data'), 'data'), main_process_only=(lambda: main_process_only(lambda: 'data')(), 'data'))
+
+@pytest.mark.parametrize('name', UTILITIES)
+def test_before_there_is_a_group_each_launched_process_is_alone_and_is_warned_once_where_it_calls(name):
+    call,expected = UTILITIES[name]
+    def scenario():
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            alone = call(),call()
+            dist.init_process_group('gloo', init_method='env://', rank=int(os.environ['RANK']), world_size=2)
+            return alone,rank(),agree(rank(), 'max'),[(str(o.message), o.filename == sys._getframe().f_code.co_filename) for o in seen]
+    for r,(alone,me,most,seen) in enumerate(values(run(scenario, 2, group=False))):
+        assert (alone, me, most) == ((expected, expected), r, 1)
+        (text,here), = seen
+        assert f'{name}(' in text and f'RANK={r} and WORLD_SIZE=2' in text and 'ddp_ctx' in text and here
+
+@pytest.mark.parametrize('me,n', [(None, None), (None, 2), (0, None), (0, 1)])
+def test_a_process_that_is_not_one_of_several_is_not_warned(me, n):
+    def scenario():
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            return [f() for f,_ in UTILITIES.values()]
+    assert values(run(scenario, 1, group=False, env=lambda r: dict(RANK=me, WORLD_SIZE=n))) == [[o for _,o in UTILITIES.values()]]
+
+def test_with_a_group_and_after_a_failure_without_one_nobody_is_warned():
+    def scenario(group):
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            if group: return [f() for f,_ in UTILITIES.values()][1]
+            try:
+                with reports_failure(): raise KeyError('mine')
+            except KeyError: return 2
+    for group in (True, False): assert values(run(scenario, 2, group, group=group)) == [2, 2]
 
 nan,inf = math.nan,math.inf
 def test_agree_makes_one_value_of_any_three():

@@ -1,9 +1,9 @@
 """Whatever the README and the pages in `docs/` show has been run.
 
 A block that begins with ```python runs in one process, with ```python 2 ranks on two; a block of the README always on two.
-Each has a folder of its own, a `learn` and an `other_model`. Where a ```text block follows, the ranks fail with that text."""
+Each has a folder of its own, a `learn` and an `other_model`. One with ```python notebook is a program. Where a ```text block follows, the ranks fail with that text."""
 from __future__ import annotations
-import inspect, os, re, subprocess, sys, time
+import ast, inspect, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 import fastai.basics # noqa: F401 (the ranks have it from their server; the names in `__all__` need it here)
@@ -86,6 +86,53 @@ def test_the_blocks_of_a_page_run(page, ranks, tmp_path):
 @pytest.mark.parametrize('page,line,ranks,code,text', [pytest.param(page, *o, id=f'{page.name}:{o[0]}') for page in PAGES for o in blocks(page) if o[3]])
 def test_a_block_fails_with_the_text_below_it(page, line, ranks, code, text, tmp_path):
     assert comparable(failures(ranks, code, tmp_path)) == comparable(text)
+
+COMMANDS = 'cli', 'demo', 'doctor', 'files' # they say it in a terminal, to who has just called them
+INTERNAL = 'AttributeError', 'UnpicklingError' # of `hasattr`; for the reader of checkpoints, which makes an error of ours of it
+
+def messages():
+    "(file and line, constant parts) of each text that is raised, or told as a warning."
+    for file in sorted((ROOT/'fastai_ddp_callbacks').glob('*.py')):
+        if file.stem in COMMANDS: continue
+        for o in ast.walk(ast.parse(file.read_text())):
+            if isinstance(o, ast.Raise): o = o.exc
+            elif not (isinstance(o, ast.Call) and ast.unparse(o).endswith('warn=True)') or isinstance(o, ast.Call) and ast.unparse(o.func) == 'warnings.warn'): continue
+            if not isinstance(o, ast.Call) or not o.args or ast.unparse(o.func) in INTERNAL: continue
+            parts = [c.value for c in ast.walk(o.args[0]) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+            if any(' ' in c for c in parts): yield f'{file.name}:{o.lineno}',parts
+
+def test_whatever_is_raised_or_warned_of_has_an_entry():
+    page = (ROOT/'docs/when-it-hangs.md').read_text()
+    def told(parts): return any(len(o.split()) > 2 and o.strip() in page for c in parts for o in re.split(r'[.:;,()]\s*', c))
+    assert len([*messages()]) > 60
+    assert not [(place, parts) for place,parts in messages() if not told(parts)]
+    assert not [o for o in fastai_ddp_callbacks.errors.__all__ if f'`{o}`' not in page]
+
+BEFORE = f'''
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+from test_docs import given
+
+def make_learner():
+    assert (torch.randn(10**6)*2).sum().isfinite() # as large as torch's threads take it up
+    return given('')['learn']
+
+make_learner().fit(1)
+'''
+
+def test_the_notebook_of_the_readme_trains_on_two_ranks_after_a_fit_in_one_process(tmp_path):
+    code, = re.findall(r'^```python notebook\n(.*?)^```$', (ROOT/'README.md').read_text(), re.MULTILINE|re.DOTALL)
+    begin,rest = code.split('\n\n', 1)
+    (tmp_path/'notebook.py').write_text(f'{begin}\n{BEFORE}\n{rest}')
+    env = {k:v for k,v in os.environ.items() if k != 'OMP_NUM_THREADS'}
+    with subprocess.Popen([sys.executable, 'notebook.py'], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          start_new_session=True) as p:
+        try: said,_ = p.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(p.pid, signal.SIGKILL) # the ranks too
+            raise
+    assert p.returncode == 0, said
+    assert said.count('Better model found at epoch 0') == 1 and (tmp_path/'models'/'model.pth').exists()
 
 def test_the_api_page_is_what_the_code_says():
     made = subprocess.run([sys.executable, ROOT/'docs/make.py', '-'], capture_output=True, text=True, check=True).stdout
