@@ -32,7 +32,7 @@ class Observed(Observes, DDPSaveModelCallback):
     def _load_best(self): self._observed(super()._load_best)
 
 
-OF_AN_EPOCH = 1 # collectives of an epoch in `ddp_ctx`, whatever the callbacks: the averages
+OF_AN_EPOCH = 3 # collectives of an epoch in `ddp_ctx`, whatever the callbacks: the order in training and in validation, the averages
 
 class Trace:
     "Every collective that our own group makes, in order, for the time of the block."

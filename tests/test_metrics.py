@@ -53,7 +53,7 @@ def test_a_rank_that_validates_slowly_is_seen_where_the_averages_are_gathered(tm
         return learn.ddp_timeline()
     results = run(scenario, 2)
     table = values(results)[0]
-    assert list(table.name) == ["all_gather('averages of epoch 0')"] and table.straggler[0] == 1 and table['rank 0'][0] > 1
+    assert table.name.iloc[-1] == "all_gather('averages of epoch 0')" and table.straggler.iloc[-1] == 1 and table['rank 0'].iloc[-1] > 1
     assert 'rank 1 cost the other 1.' in results[0].output and "mostly at all_gather('averages of an epoch')" in results[0].output
 
 @pytest.mark.parametrize('metrics', [{0:2, 1:1}, {0:1, 1:0}, {0:0, 1:2}])
@@ -67,6 +67,21 @@ def test_metrics_that_only_one_rank_has_are_named_on_all_ranks(tmp_path, metrics
         assert isinstance(o.error, ValueError), report([o])
         for r,n in metrics.items(): assert f'  rank {r}: {", ".join(["loss", *names[:n]])}\n' in str(o.error)
 
+@pytest.mark.parametrize('event', ['before_train', 'before_validate'])
+def test_a_rank_that_begins_an_epoch_or_its_validation_late_is_seen_where_the_order_is_shared(tmp_path, event):
+    def scenario():
+        slow = Callback()
+        setattr(slow, event, lambda: time.sleep(1.5*rank()))
+        learn = _learner(tmp_path, 50, 10)
+        learn.metrics = learn.metrics[:2]
+        with ddp_ctx(learn): learn.fit(1, 0., cbs=slow)
+        return learn.ddp_timeline()
+    results = run(scenario, 2)
+    table = values(results)[0]
+    assert [o.split(', ')[0] for o in table.name] == ["broadcast('order of samples'"]*2 + ["all_gather('averages of epoch 0')"]
+    assert list(table.index[table['rank 0'] > 1]) == [event == 'before_validate']
+    assert 'rank 1 cost the other 1.' in results[0].output
+
 def test_a_plain_validation_outside_a_fit_and_a_metric_that_is_no_average_work(tmp_path):
     class Samples(Metric):
         def reset(self): self.n = 0
@@ -78,4 +93,4 @@ def test_a_plain_validation_outside_a_fit_and_a_metric_that_is_no_average_work(t
         learn.metrics = [*learn.metrics, Samples()]
         with ddp_ctx(learn), Trace() as t: return [float(o) for o in learn.validate()],t.calls.count('alltoall_base')
     (a,n),(b,m) = values(run(scenario, 2))
-    assert a == b and a[-1] == 5 and n == m == 1
+    assert a == b and a[-1] == 5 and n == m == 2 # the order, the averages
