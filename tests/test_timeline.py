@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from fastai_ddp_callbacks import agree, barrier, ddp_ctx, rank, run_on_main
 from fastai_ddp_callbacks import timeline as module
-from fastai_ddp_callbacks.errors import DDPError
+from fastai_ddp_callbacks.errors import DDPError, RankFailedError
 from fastai_ddp_callbacks.timeline import plot_timeline, straggler_line, timeline, waits_by_name, waits_by_rank
 from learners import Observed, learner
 from ranks import run, values
@@ -260,6 +260,25 @@ def test_rank_0_draws_and_saves_the_picture(tmp_path):
         return plot_timeline(tmp_path/f'{rank()}.png') is not None
     assert values(run(scenario, 2)) == [True, False]
     assert [o.name for o in tmp_path.iterdir()] == ['0.png'] and imread(tmp_path/'0.png').shape[1] > 1000
+
+@pytest.mark.parametrize('name, words', [('gone/x.png', 'No such file or directory'), ('x.xyz', "'xyz' is not supported")])
+def test_a_picture_that_cannot_be_saved_is_an_error_on_all_ranks_with_the_cause(tmp_path, name, words):
+    def scenario():
+        barrier('begin')
+        plot_timeline(tmp_path/name)
+    zero,one = run(scenario, 2)
+    assert isinstance(zero.error, OSError if 'gone' in name else ValueError) and words in str(zero.error)
+    assert isinstance(one.error, RankFailedError) and one.error.rank == 0 and words in str(one.error)
+
+def test_names_with_signs_that_mean_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
+    table = some_table(2)
+    names = ['costs $5_ and $6^', r'$\frac{$', '$x$']
+    table['name'] = [*names, *table.name[3:]]
+    table['begin'] = table.end-1
+    figure = module._draw(table)
+    figure.savefig(tmp_path/'x.png')
+    lines = [o for o in figure.texts if any(n in o.get_text() for n in names)]
+    assert len(lines) == 3 and not any(o.get_parse_math() for o in lines)
 
 def test_a_notebook_shows_the_picture_once(tmp_path):
     code = f'''import sys
