@@ -7,6 +7,7 @@ from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 from fastai.learner import Learner
 
+from . import timeline # noqa: F401 (gives it to Learner)
 from .distributed import agree, reports_failure, say
 from .environment import hide_stray_environment, restore_environment
 from .values import REDUCTIONS

@@ -1,5 +1,5 @@
 "Who waited for whom: the table, its sums, the line after a fit, and the picture."
-import random, time
+import random, subprocess, sys, time
 from collections import deque
 from pathlib import Path
 
@@ -295,6 +295,12 @@ def test_in_one_process_there_is_nothing_to_draw(tmp_path, capsys):
 
 
 # -- a fit of fastai 2
+
+@pytest.mark.parametrize('name', ['DDPSaveModelCallback', 'DDPStopCallback', 'DDPResumeCallback'])
+def test_with_any_of_our_callbacks_learners_have_a_timeline(name):
+    code = f'from fastai_ddp_callbacks import {name}; from fastai.learner import Learner; print(Learner.ddp_timeline.__doc__)'
+    said = subprocess.run([sys.executable, '-c', code], cwd=Path(module.__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert 'who waited' in said.stdout, said.stderr
 
 def test_a_fit_with_a_slow_rank_and_a_slow_save_shows_both_and_the_learner_knows(tmp_path):
     def scenario():
