@@ -55,17 +55,19 @@ def _ranks(table): return [o for o in table.columns if o.startswith('rank ')]
 def _kind(name): return re.sub(r'\bepoch \d+', 'an epoch', name)
 
 def waits_by_name(
-    table:pd.DataFrame, # as `timeline` gives it
+    table:pd.DataFrame|None=None, # as `learn.ddp_timeline()` gives it; by default what it gives now, to be asked for on all ranks
 ) -> pd.DataFrame: # the longest in sum first
     "Seconds of waiting by name of the rendezvous: how often it took place, in sum, and by the rank that waited. Epochs are added up."
+    if table is None: table = timeline()
     sums = table.groupby(table['name'].map(_kind), sort=False)[['waited', *_ranks(table)]].sum()
     sums.insert(0, 'times', table['name'].map(_kind).value_counts())
     return sums.sort_values('waited', ascending=False)
 
 def waits_by_rank(
-    table:pd.DataFrame, # as `timeline` gives it
+    table:pd.DataFrame|None=None, # as `learn.ddp_timeline()` gives it; by default what it gives now, to be asked for on all ranks
 ) -> pd.DataFrame: # a row for each rank that waited, a column for each rank that it waited for
     "Seconds of waiting in sum, by who waited for whom."
+    if table is None: table = timeline()
     ranks = _ranks(table)
     sums = table.groupby('straggler')[ranks].sum().reindex(range(len(ranks)), fill_value=0.)
     return sums.set_axis([f'for {o}' for o in ranks]).T

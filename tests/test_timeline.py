@@ -125,6 +125,16 @@ def test_sums_by_rank_tell_for_whom_each_waited():
     assert sums.loc['rank 3', 'for rank 0'] >= 15 and sums.loc['rank 0', 'for rank 1'] > 5 and not np.diag(sums).any()
     assert sums.to_numpy().sum() == pytest.approx(table.waited.sum())
 
+def test_without_a_table_the_sums_are_of_what_the_ranks_remember_now():
+    def scenario():
+        work()
+        table = timeline()
+        return table,waits_by_name(),waits_by_rank()
+    for table,by_name,by_rank in values(run(scenario, 3)):
+        before = waits_by_name(table)
+        assert list(by_name.times[before.index]) == list(before.times) and {*by_name.index} - {*before.index} == {"all_gather('timeline')"}
+        assert near(by_rank.loc['rank 0', 'for rank 2']) and near(waits_by_rank(table).loc['rank 0', 'for rank 2'])
+
 
 # -- one line after a fit
 
