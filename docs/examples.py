@@ -231,18 +231,16 @@ def plot_timeline():
 @two
 def waits_by_name():
     from fastai_ddp_callbacks import barrier, waits_by_name
-    from fastai_ddp_callbacks.timeline import timeline
 
     for i in range(3): barrier('step')
-    print(waits_by_name(timeline()))
+    print(waits_by_name())
 
 @two
 def waits_by_rank():
     from fastai_ddp_callbacks import barrier, waits_by_rank
-    from fastai_ddp_callbacks.timeline import timeline
 
     for i in range(3): barrier('step')
-    print(waits_by_rank(timeline()))
+    print(waits_by_rank())
 
 @two
 def ddp_timeline():

@@ -18,6 +18,7 @@ if TYPE_CHECKING: # what `__getattr__` brings, for editors
     from .resume import *
     from .save_model import *
     from .stop import *
+    from .timeline import plot_timeline as plot_timeline, waits_by_name as waits_by_name, waits_by_rank as waits_by_rank
     from .tracker import *
 
 __version__ = '0.1.0'

@@ -4,7 +4,7 @@ import time
 from contextlib import contextmanager
 from copy import deepcopy
 
-import torch, torch.distributed as dist
+import torch
 from accelerate import Accelerator
 from fastai.callback.progress import ProgressCallback
 from fastai.distributed import DistributedDL, DistributedTrainer, _hidden_params
@@ -12,7 +12,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import delegates, get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from .distributed import rank, reports_failure, say, world_size
+from .distributed import broadcast, rank, reports_failure, say, world_size
 from .environment import process_group
 from .metrics import ExactAverages
 from .timeline import straggler_line
@@ -21,11 +21,8 @@ __all__ = ['ddp_ctx']
 
 
 class _DDPLoader(DistributedDL):
-    "A `DistributedDL` whose indices go over the device that it loads to, and that knows which samples it repeats."
-    def _broadcast(self, t, rank):
-        t = torch.tensor(t, dtype=torch.long, device=self.device)
-        dist.broadcast(t, rank)
-        return t.tolist()
+    "A `DistributedDL` whose indices are shared at a rendezvous, and that knows which samples it repeats."
+    def _broadcast(self, t, rank): return broadcast(t, rank, 'order of samples')
 
     def get_idxs(self):
         if self.dl.n != 0: return super().get_idxs()

@@ -124,8 +124,8 @@ def run(args) -> int:
     problems,evidence = judge(notes, args.ranks, digest)
     if ended: problems.insert(0, ended)
     if args.json:
-        print(json.dumps(dict(holds=not problems, problems=problems, stock=args.stock, ranks=_figures(notes), weights=digest,
-                              saved=str(saved) if saved.exists() else None)), flush=True)
+        made = {k:str(o) if o.exists() else None for k,o in (('saved', saved), ('picture', folder/PICTURE))}
+        print(json.dumps(dict(holds=not problems, problems=problems, stock=args.stock, ranks=_figures(notes), weights=digest, **made)), flush=True)
         return 1 if problems else 0
     print()
     for o in notes:

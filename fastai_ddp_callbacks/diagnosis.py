@@ -43,6 +43,8 @@ def look_at_variables(
     for k in _OURS:
         if k in env and k != 'MASTER_ADDR' and not env[k].isdecimal(): return 0,1,('problem', f'{k}={env[k]!r} is not a whole number.', f'Unset {k}, or mend it.')
     n = {k:int(env[k]) for k in _OURS if k in env and k != 'MASTER_ADDR'}
+    if not 0 < n.get('MASTER_PORT', 1) < 2**16: return 0,1,('problem', f"MASTER_PORT={n['MASTER_PORT']} is no port: they go from 1 to 65535.", 'Choose one that is free on the host of rank 0.')
+    if not env.get('MASTER_ADDR', 'unset').strip(): return 0,1,('problem', 'MASTER_ADDR is empty.', 'Set it to the host of rank 0, as all hosts reach it, or unset it.')
     for low,high in ('RANK', 'WORLD_SIZE'),('LOCAL_RANK', 'LOCAL_WORLD_SIZE'),('LOCAL_RANK', 'WORLD_SIZE'):
         if low in n and high in n and n[low] >= n[high]:
             return 0,1,('problem', f'{low}={n[low]} does not go with {high}={n[high]}: it counts from 0.', 'Let the launcher set these variables, all of them.')
@@ -108,6 +110,9 @@ def _backend(facts, size):
 def _devices(facts):
     idle = [r for r,o in facts.items() if not o['gpus'] and o['driver'] and o['visible'] is None]
     if idle: yield 'note',f'{_who(idle)} cannot use the GPU of this host.','Install a build of torch that fits the driver (`nvidia-smi` shows its version).'
+    hidden = {r:o for r,o in facts.items() if not o['gpus'] and o['driver'] and (o['visible'] or '').strip() not in ('', '-1')} # those two are meant so
+    if hidden: yield 'problem',f"Every GPU of the host is hidden. {_each(_groups(hidden, lambda o: 'CUDA_VISIBLE_DEVICES='+o['visible']))}",(
+        "Name GPUs that are there (`nvidia-smi -L` lists them), or set it to '' to train on the CPU. If they are there, install a build of torch that fits the driver.")
     with_gpus = {r:o for r,o in facts.items() if o['gpus']}
     places = _groups(with_gpus, lambda o: (o['machine'], _gpu(o)))
     shared = {gpu:ranks for (_,gpu),ranks in places.items() if len(ranks) > 1}
@@ -115,12 +120,13 @@ def _devices(facts):
                                'more of them visible (CUDA_VISIBLE_DEVICES): NCCL refuses to share one.')
     mixed = 0 < len(with_gpus) < len(facts)
     if mixed: yield 'problem',f'{_who(list(with_gpus))} would train on GPUs, the other ranks on the CPU.','Make GPUs visible to all ranks, or to none.'
-    if not (idle or shared or mixed): yield 'ok',_each({gpu:ranks for (_,gpu),ranks in places.items()}) if places else 'no GPU: training on the CPU'
+    if not (idle or hidden or shared or mixed): yield 'ok',_each({gpu:ranks for (_,gpu),ranks in places.items()}) if places else 'no GPU: training on the CPU'
 
 def _gpu(o):
     "The GPU that a rank trains on: the one of its local rank."
-    i = int(o['env'].get('LOCAL_RANK', o['rank'])) % o['gpus']
-    return f"GPU {o['visible'].split(',')[i] if o['visible'] else i}"
+    local = o['env'].get('LOCAL_RANK', '')
+    i = int(local if local.isdecimal() else o['rank']) % o['gpus']
+    return f"GPU {o['visible'].split(',')[i].strip() if o['visible'] else i}"
 
 def _gloo(facts, size):
     met = {r:o['met'] for r,o in facts.items() if o['met']}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from types import SimpleNamespace
+from typing import Any, Callable, Iterator, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -23,9 +24,10 @@ __all__ = ['rank', 'world_size', 'is_main_process', 'is_local_main_process', 'ba
 class _State(threading.local):
     "What this thread is in."
     alone = 0 # depth of sections that only one rank executes
-    branches = () # where the `no_barrier()` blocks around us began
+    branches:tuple = () # where the `no_barrier()` blocks around us began
 
 _state = _State()
+_Function = TypeVar('_Function', bound=Callable[..., Any])
 _making = threading.Lock()
 _timeout = 1800.
 _control = None
@@ -163,7 +165,7 @@ def all_gather(
 def together(
     name:str|None=None, # what the block does, the same on all ranks; by default where it stands in the code
     timeout:float|timedelta|None=None, # how long a rank waits at the end for the others, in seconds; `get_timeout()` by default
-):
+) -> Iterator[SimpleNamespace]:
     """Run the block on every rank, then meet: if it raises on one rank, all raise. Raises what `barrier` raises.
 
     Gives an object: the number that the block puts into its `value` is afterwards in the list `values` of all ranks."""
@@ -208,11 +210,11 @@ def run_on_main(
         meeting.meet(outcome)
     return result
 
-def main_process_only(func):
+def main_process_only(func:_Function) -> _Function:
     "Decorator: calls of `func` become `run_on_main(func, ...)`. Every rank must call, rank 0 runs it, all get the result."
     @wraps(func)
     def inner(*args, **kwargs): return _run_on(0, f'main_process_only({_label(func)})', _caller(), func, args, kwargs, None)
-    return inner
+    return cast(_Function, inner)
 
 def run_once_per_node(
     func, # runs on the first rank of each node while the others wait
@@ -223,14 +225,14 @@ def run_once_per_node(
     "As `run_on_main`, for what each node needs once, such as files on a disk of its own."
     return _run_on(None, f'run_once_per_node({_label(func)})', _caller(), func, args, kwargs, timeout)
 
-def once_per_node(func):
+def once_per_node(func:_Function) -> _Function:
     "Decorator: calls of `func` become `run_once_per_node(func, ...)`."
     @wraps(func)
     def inner(*args, **kwargs): return _run_on(None, f'once_per_node({_label(func)})', _caller(), func, args, kwargs, None)
-    return inner
+    return cast(_Function, inner)
 
 @contextmanager
-def no_barrier():
+def no_barrier() -> Iterator[bool]:
     """Marks code that branches on the rank; gives whether this is rank 0: `with no_barrier() as on_main: if on_main: ...`.
 
     A barrier, broadcast or agreement inside would wait for ranks that never come: it raises `BarrierInBranchError` at
@@ -243,7 +245,7 @@ def no_barrier():
 @contextmanager
 def reports_failure(
     place:str|None=None, # what this rank is doing, for the others' message; by default the line that raises
-):
+) -> Iterator[None]:
     """Whatever leaves this block as an exception (`KeyboardInterrupt` and `SystemExit` too) is told to the other ranks:
     those that wait in a rendezvous, or come to one, raise `RankFailedError` within a second or so.
 

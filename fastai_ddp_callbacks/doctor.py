@@ -5,7 +5,7 @@
 The ranks tell each other what they see through the launcher's store, so that one which gloo cannot reach is heard too.
 All of them judge by the same facts (`diagnosis.py`), and the first of them prints."""
 from __future__ import annotations
-import json, os, platform, secrets, shutil, socket, time
+import json, os, platform, secrets, shutil, socket, threading, time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -140,11 +140,25 @@ class _Roll:
         if self.size == 1: return
         address,port = os.environ['MASTER_ADDR'],int(os.environ['MASTER_PORT'])
         keeper = self.rank == 0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True' # else the launcher keeps it
-        try: store = dist.TCPStore(address, port, is_master=keeper, wait_for_workers=False, timeout=timedelta(seconds=self.timeout))
-        except RuntimeError as e: raise RuntimeError(f'the store at {address}:{port} cannot be {"opened" if keeper else "reached"}: {_line(e)}') from e
-        store = dist.PrefixStore(f"fastai_ddp_doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"fastai_ddp_doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", self._connection(address, port, keeper))
         if store.add(f'seat/{self.rank}', 1) > 1: self.twice = [self.rank] # the first one speaks for this rank
         else: self.ranks,self.store = list(range(self.size)),store
+
+    def _connection(self, address, port, keeper):
+        "In a thread, since torch has a deaf ear to Ctrl-C meanwhile, overdraws its time, and knows no limit where something answers that is no store."
+        made = []
+        def make():
+            try: made.append(dist.TCPStore(address, port, is_master=keeper, wait_for_workers=False, timeout=timedelta(seconds=self.timeout)))
+            except Exception as e: made.append(e)
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        thread.join(self.timeout)
+        try:
+            if not made: socket.create_connection((address, port), 1).close()
+            elif isinstance(made[0], Exception): raise made[0]
+            else: return made[0]
+        except Exception as e: raise RuntimeError(f'the store at {address}:{port} cannot be {"opened" if keeper else "reached"}: {_line(e)}') from e
+        raise RuntimeError(f'something else answers at {address}:{port}: it said nothing that a store of torch says, in {self.timeout:g} s.')
 
     def exchange(self, what, obj):
         "{rank: object} of those who have told theirs in time; the others are given up."

@@ -18,23 +18,36 @@ class DDPError(RuntimeError):
 
 class BarrierMismatchError(DDPError):
     "The ranks met at different places. Raised on every rank. `places`: dict of rank to place."
+    places:dict[int, str]
 
 
 class RankFailedError(DDPError):
     """Another rank failed or died. Raised on all ranks but that one, which raises its own exception.
     `rank`: int or None if unknown, `place`, `error_type`, `error_text`, `traceback_text`: str."""
+    rank:int|None
+    place:str
+    error_type:str
+    error_text:str
+    traceback_text:str
 
 
 class BarrierTimeoutError(DDPError):
     "Some ranks did not come in time. `place`: str, `missing`: list of ranks, `seconds`: how long was waited."
+    place:str
+    missing:list[int]
+    seconds:float
 
 
 class BarrierInBranchError(DDPError):
     "A rendezvous inside `no_barrier()`, where not all ranks come. `call` and `block`: str, where each stands."
+    call:str
+    block:str
 
 
 class CheckpointError(Exception):
     "Base of what goes wrong with a checkpoint file; `path`: str."
+    path:str
+
     def __init__(self,
         message:str='', # names the file, the reason, and what to do
         path='', # the file
@@ -69,6 +82,7 @@ class CheckpointInUseError(CheckpointError):
 
 class UnequalWeightsError(DDPError):
     "After all ranks have loaded a checkpoint, their weights differ. `digests`: list of int, by rank."
+    digests:list[int]
 
 
 class Preempted(SystemExit):

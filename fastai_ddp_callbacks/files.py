@@ -37,7 +37,8 @@ def verify(args) -> int:
         found.append(o)
         if not args.json: _print(f"{_word(o['name'])}: {_state(o)}")
     if args.json: _print_json(found)
-    return _status(found)
+    if not found: print('Nothing has been verified.', file=sys.stderr)
+    return _status(found) if found else 1
 
 def show(args) -> int:
     "What a file says of itself; gives the exit status."

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 from fastai.learner import AvgLoss, AvgMetric, Metric
-from fastai.torch_core import Tensor, apply, find_bs, maybe_gather
+from fastai.torch_core import Tensor, apply, find_bs
+
+from .distributed import all_gather
 
 __all__ = ['ExactAverages']
 
@@ -30,11 +32,18 @@ class ExactAverages:
         return self.all[-1]
 
     def gather(self) -> None:
-        "Let all ranks know the averages. To be called on all ranks, before the values are read."
-        if not self.all: return
-        mine = torch.stack([torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in (o.total, o.count)]).cpu() for o in self.all])
-        sums = maybe_gather(mine.to(next(self.learn.model.parameters()).device)[None]).sum(0).tolist()
-        for o,(total,count) in zip(self.all, sums): o.total,o.count = total,count
+        "Let all ranks know the averages. To be called on all ranks, before the values are read. `ValueError` if their metrics differ."
+        told = all_gather(self._own(), f'averages of epoch {getattr(self.learn, "epoch", 0)}') # before any fit there is no epoch
+        names = [[name for name,_ in o] for o in told]
+        if any(o != names[0] for o in names):
+            raise ValueError('The ranks have different metrics:\n' + ''.join(f'  rank {r}: {", ".join(o)}\n' for r,o in enumerate(names)) +
+                             'Give the learner the same metrics on all ranks, also those that only one of them prints.')
+        for i,o in enumerate(self.all): o.total,o.count = map(sum, zip(*(rank[i][1] for rank in told)))
+
+    def _own(self):
+        "(name, what this rank has added up) of each metric; of the averages first, and of the others the name only."
+        others = [o for o in self.learn.metrics if o not in self.all]
+        return [(o.name, (float(o.total), int(o.count))) for o in self.all] + [(o.name, None) for o in others]
 
     def restore(self) -> None:
         self._put(self.stock[0])

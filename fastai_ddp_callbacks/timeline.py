@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np, pandas as pd
 
 from . import distributed
-from .distributed import all_gather, is_main_process, say
+from .distributed import all_gather, run_on_main, say
 from .errors import DDPError
 
 __all__ = ['timeline', 'waits_by_name', 'waits_by_rank', 'plot_timeline', 'straggler_line']
@@ -55,17 +55,19 @@ def _ranks(table): return [o for o in table.columns if o.startswith('rank ')]
 def _kind(name): return re.sub(r'\bepoch \d+', 'an epoch', name)
 
 def waits_by_name(
-    table:pd.DataFrame, # as `timeline` gives it
+    table:pd.DataFrame|None=None, # as `learn.ddp_timeline()` gives it; by default what it gives now, to be asked for on all ranks
 ) -> pd.DataFrame: # the longest in sum first
     "Seconds of waiting by name of the rendezvous: how often it took place, in sum, and by the rank that waited. Epochs are added up."
+    if table is None: table = timeline()
     sums = table.groupby(table['name'].map(_kind), sort=False)[['waited', *_ranks(table)]].sum()
     sums.insert(0, 'times', table['name'].map(_kind).value_counts())
     return sums.sort_values('waited', ascending=False)
 
 def waits_by_rank(
-    table:pd.DataFrame, # as `timeline` gives it
+    table:pd.DataFrame|None=None, # as `learn.ddp_timeline()` gives it; by default what it gives now, to be asked for on all ranks
 ) -> pd.DataFrame: # a row for each rank that waited, a column for each rank that it waited for
     "Seconds of waiting in sum, by who waited for whom."
+    if table is None: table = timeline()
     ranks = _ranks(table)
     sums = table.groupby('straggler')[ranks].sum().reindex(range(len(ranks)), fill_value=0.)
     return sums.set_axis([f'for {o}' for o in ranks]).T
@@ -112,12 +114,15 @@ _NAMED = 6 # of the longest waits
 def plot_timeline(
     path:str|Path|None=None, # where to save the picture; its suffix tells the format
 ): # matplotlib's `Figure` on rank 0; None on the others, and if there is nothing to draw
-    "Draw `timeline()`: one row per rank, with what it waited, saved and loaded. To be called on all ranks; rank 0 draws."
-    table = timeline()
-    if not is_main_process(): return None
+    """Draw `timeline()`: one row per rank, with what it waited, saved and loaded. To be called on all ranks; rank 0 draws.
+    If it cannot draw or save, all ranks raise, as `run_on_main` does."""
+    table,fig = timeline(),None
     if not len(table): return say('There is no timeline to draw: this process has met no other rank.')
-    fig = _draw(table)
-    if path is not None: fig.savefig(path, dpi=150)
+    def draw():
+        nonlocal fig
+        fig = _draw(table)
+        if path is not None: fig.savefig(path, dpi=150)
+    run_on_main(draw) # which does not return the figure: all ranks would get it
     return fig
 
 def _draw(table):
@@ -147,7 +152,7 @@ def _draw(table):
     _legend(fig, ax, (0.75/width, 1-0.68/height))
     lines = [f'{i+1}   {_seconds(o.end-o.begin)} for rank {o.straggler}, at {_shortened(o.name, o.where)}' for i,o in enumerate(longest.itertuples())]
     for i,o in enumerate(lines or ['No rank waited for another one for long.']):
-        fig.text(0.75/width, (key-0.2*i)/height, o, fontsize=9, va='center')
+        fig.text(0.75/width, (key-0.2*i)/height, o, fontsize=9, va='center', parse_math=False) # users chose the names
     return fig
 
 def _bars(table):

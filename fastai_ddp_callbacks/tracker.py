@@ -1,12 +1,14 @@
 "fastai 2: the tracker family, with one value and one decision for all ranks."
 from __future__ import annotations
 import math, sys
+from types import FrameType
 
 import numpy as np
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 from fastai.learner import Learner
 
+from . import timeline # noqa: F401 (gives it to Learner)
 from .distributed import agree, reports_failure, say
 from .environment import hide_stray_environment, restore_environment
 from .values import REDUCTIONS
@@ -19,7 +21,7 @@ _HIGHER_IS_BETTER = ('acc', 'precision', 'recall', 'f1', 'fbeta', 'f_beta', 'auc
 
 def in_validation() -> bool:
     "Whether an event comes from `validate` or `get_preds`. They have some of those of a fit, and may be called in the midst of one."
-    f = sys._getframe()
+    f:FrameType|None = sys._getframe()
     while f and f.f_code not in _VALIDATION and not (f.f_code is Learner._with_events.__code__ and f.f_locals['event_type'] == 'fit'): f = f.f_back
     return f is not None and f.f_code in _VALIDATION
 

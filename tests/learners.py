@@ -33,6 +33,8 @@ class Observed(Observes, DDPSaveModelCallback):
     def _load_best(self): self._observed(super()._load_best)
 
 
+OF_AN_EPOCH = 3 # collectives of an epoch in `ddp_ctx`, whatever the callbacks: the order in training and in validation, the averages
+
 class Trace:
     "Every collective that our own group makes, in order, for the time of the block."
     _NAMES = [o for o in dir(dist.ProcessGroupGloo) if o.startswith(('all', 'reduce', 'broadcast', 'gather', 'scatter', 'barrier', '_all', '_reduce_scatter'))]

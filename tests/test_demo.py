@@ -69,12 +69,12 @@ def test_one_rank_from_the_command_line(tmp_path):
     assert [what for _,what in events(out)] == ['trained the last epoch', 'saved', 'wants to load', 'loaded']
 
 def test_with_json_the_output_is_the_figures_and_nothing_else(tmp_path):
-    status,out,err = finish(start(tmp_path, 'demo', '--json', '--ranks', '1', '--epochs', '1', '--delay', '0', module='cli'))
+    status,out,err = finish(start(tmp_path, 'demo', '--json', '--ranks', '2', '--epochs', '1', '--delay', '0', module='cli'))
     figures = json.loads(out)
     assert status == 0 and figures['holds'] and not figures['problems'], out+err
     one = figures['ranks']['0']
     assert one['trained'] <= one['saved'] <= one['wants'] <= one['loaded'] and one['weights'] == figures['weights']
-    assert Path(figures['saved']).exists() and 'train_loss' in err
+    assert Path(figures['saved']).exists() and Path(figures['picture']).suffix == '.png' and Path(figures['picture']).exists() and 'train_loss' in err
 
 def test_the_stock_callback_is_reported_on_honestly(tmp_path):
     status,out,err = finish(start(tmp_path, '--stock', '--ranks', '2', '--epochs', '1', '--delay', '0.5', '--path', str(tmp_path)))

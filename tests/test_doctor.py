@@ -1,5 +1,5 @@
 "The doctor: what it says of ranks that are in order, and of ranks of which one is not."
-import contextlib, io, json, os, re, signal, subprocess, sys, time
+import contextlib, io, json, os, re, signal, socket, subprocess, sys, threading, time
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +75,24 @@ def test_a_rank_that_cannot_reach_the_store_says_so_itself(tmp_path):
     assert a == b == 1 and of(first, 'ranks')[1] == 'rank 1 did not come in 2 s, or went.'
     assert of(second, 'ranks')[1].startswith('The store at 127.0.0.1:1 cannot be reached') and list(second['ranks']) == ['1']
 
+@pytest.fixture
+def silent():
+    "A port at which something answers that says nothing."
+    with socket.create_server(('127.0.0.1', 0)) as s: yield s.getsockname()[1]
+
+def test_something_else_at_the_port_is_a_problem_once_the_time_is_over(tmp_path, silent):
+    (status,report), = asked(tmp_path, 1, '--timeout', 1, env=lambda r: dict(RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=silent))
+    assert status == 1 and of(report, 'ranks') == ('problem', f'Something else answers at 127.0.0.1:{silent}: it said nothing that a store of torch says, in 1 s.')
+    assert not list(tmp_path.iterdir())
+
+@pytest.mark.parametrize('number, status', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_whoever_waits_for_the_store_can_be_told_to_end(tmp_path, silent, number, status):
+    def scenario():
+        threading.Timer(1, os.kill, (os.getpid(), number)).start()
+        sys.exit(cli.main(['doctor', '--folder', str(tmp_path), '--timeout', '600']))
+    result, = run(scenario, 1, group=False, env=lambda r: dict(RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=silent))
+    assert result.exitcode == status and not result.hung and not list(tmp_path.iterdir())
+
 def test_when_rank_0_dies_with_the_store_the_others_report(tmp_path):
     def scenario():
         if os.environ['RANK'] == '0': doctor._look_for = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -94,6 +112,8 @@ def test_two_processes_of_one_rank_are_told_apart(tmp_path):
 
 # -- the launcher's variables
 
+GROUP = {'RANK':'1', 'WORLD_SIZE':'2', 'MASTER_ADDR':'alpha', 'MASTER_PORT':'1'}
+
 def test_world_sizes_that_differ_are_a_problem(tmp_path):
     (status,report),_ = asked(tmp_path, 2, '--timeout', 2, env=lambda r: dict(WORLD_SIZE=3) if r else {})
     assert status == 1 and 'rank 0: 2; rank 1: 3' in of(report, 'launcher')[1] and of(report, 'gloo')[0] == 'note'
@@ -105,10 +125,12 @@ def test_equal_local_ranks_on_one_host_are_a_problem(tmp_path):
 @pytest.mark.parametrize('env, size, verdict, words', [
     ({}, 1, 'ok', 'alone'), ({'RANK':'0'}, 1, 'note', 'left over'), ({'RANK':'1'}, 1, 'problem', 'no WORLD_SIZE, MASTER_ADDR, MASTER_PORT'),
     ({'RANK':'0', 'WORLD_SIZE':'4'}, 1, 'problem', 'train alone'), ({'WORLD_SIZE':'two'}, 1, 'problem', "WORLD_SIZE='two' is not a whole number"),
-    ({'MASTER_PORT':''}, 1, 'problem', "MASTER_PORT='' is not"), ({'RANK':'2', 'WORLD_SIZE':'2'}, 1, 'problem', 'RANK=2 does not go with WORLD_SIZE=2'),
+    ({'MASTER_PORT':''}, 1, 'problem', "MASTER_PORT='' is not"), ({**GROUP, 'MASTER_PORT':'99999'}, 1, 'problem', 'MASTER_PORT=99999 is no port'),
+    ({**GROUP, 'MASTER_PORT':'0'}, 1, 'problem', 'MASTER_PORT=0 is no port'), ({**GROUP, 'MASTER_ADDR':''}, 1, 'problem', 'MASTER_ADDR is empty'),
+    ({'MASTER_ADDR':' '}, 1, 'problem', 'MASTER_ADDR is empty'), ({'RANK':'2', 'WORLD_SIZE':'2'}, 1, 'problem', 'RANK=2 does not go with WORLD_SIZE=2'),
     ({'LOCAL_RANK':'1', 'LOCAL_WORLD_SIZE':'1'}, 1, 'problem', 'LOCAL_RANK=1 does not go with LOCAL_WORLD_SIZE=1'),
     ({'SLURM_NTASKS':'4'}, 1, 'note', 'SLURM_NTASKS=4'), ({'SLURM_NTASKS':'1'}, 1, 'ok', 'alone'),
-    ({'RANK':'1', 'WORLD_SIZE':'2', 'MASTER_ADDR':'alpha', 'MASTER_PORT':'1'}, 2, 'ok', 'go together')])
+    (GROUP, 2, 'ok', 'go together'), ({**GROUP, 'MASTER_PORT':'65535'}, 2, 'ok', 'go together')])
 def test_variables_are_taken_at_their_word_or_refused_with_the_reason(env, size, verdict, words):
     rank,n,(said,text,advice) = look_at_variables(env)
     assert (n, said) == (size, verdict) and words in text and rank < n and bool(advice) == (verdict != 'ok')
@@ -158,7 +180,8 @@ def test_versions_that_differ_are_a_problem_by_rank(tmp_path):
     assert status == 1 and lines[0].startswith('torch differs. rank 0: ') and lines[0].endswith('; rank 1: 1.0') and 'rank 1: missing' in lines[1]
 
 def test_whoever_is_terminated_leaves_no_file_behind(tmp_path):
-    env = {**os.environ, 'RANK':'0', 'WORLD_SIZE':'2', 'MASTER_ADDR':'127.0.0.1', 'MASTER_PORT':'0'}
+    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1] # free again
+    env = {**os.environ, 'RANK':'0', 'WORLD_SIZE':'2', 'MASTER_ADDR':'127.0.0.1', 'MASTER_PORT':str(port)}
     process = subprocess.Popen([sys.executable, '-m', 'fastai_ddp_callbacks.cli', 'doctor', '--folder', str(tmp_path), '--timeout', '120'], env=env)
     while not list(tmp_path.iterdir()):
         assert process.poll() is None
@@ -188,12 +211,25 @@ def test_ranks_with_a_gpu_each_are_in_order_however_it_is_given_to_them():
     assert judged('devices', gpus=[1, 1], visible=['4', '5']) == ('ok', 'rank 0: GPU 4; rank 1: GPU 5')
     assert judged('devices', gpus=[1, 1], machine=['alpha', 'beta'])[0] == 'ok'
 
+def test_a_gpu_is_the_same_however_it_is_written():
+    assert judged('devices', gpus=[2, 2], visible=['0, 1', '1,0'], env=[{'LOCAL_RANK':'1'}, {'LOCAL_RANK':'0'}])[0] == 'problem'
+    assert judged('devices', gpus=[2, 2], visible=['0, 1', '0,1'], env=[{'LOCAL_RANK':'1'}]*2) == ('problem', 'A GPU for several ranks. ranks 0, 1: GPU 1')
+
+@pytest.mark.parametrize('local', ['x', '', '-1'])
+def test_a_local_rank_that_is_no_number_does_not_keep_the_doctor_from_judging(local):
+    assert judged('devices', gpus=[2, 2], env=[{'LOCAL_RANK':local}, {}]) == ('ok', 'rank 0: GPU 0; rank 1: GPU 1')
+
 def test_a_rank_without_a_gpu_among_others_is_a_problem():
     assert judged('devices', gpus=[2, 0]) == ('problem', 'rank 0 would train on GPUs, the other ranks on the CPU.')
 
 def test_a_gpu_that_torch_cannot_use_is_a_note():
     assert judged('devices', driver=[True, True]) == ('note', 'ranks 0, 1 cannot use the GPU of this host.')
-    assert judged('devices', driver=[True, True], visible=['', '']) == ('ok', 'no GPU: training on the CPU')
+
+def test_gpus_that_are_hidden_by_a_number_that_does_not_exist_are_a_problem():
+    assert judged('devices', driver=[True, True], visible=['7', '7']) == ('problem', 'Every GPU of the host is hidden. ranks 0, 1: CUDA_VISIBLE_DEVICES=7')
+    assert judged('devices', driver=[True, True], visible=['7', ''])[1].endswith('rank 0: CUDA_VISIBLE_DEVICES=7')
+    assert judged('devices', visible=['7', '7'])[0] == 'ok' # there is none to hide
+    assert judged('devices', driver=[True, True], visible=['', '-1']) == ('ok', 'no GPU: training on the CPU')
 
 def test_a_missing_backend_is_a_problem_where_it_is_needed():
     assert judged('backend', nccl=[False, False]) == ('ok', 'gloo; no NCCL, which only GPUs need')

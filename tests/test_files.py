@@ -139,8 +139,16 @@ def test_a_folder_that_cannot_be_read_is_shown(told, tmp_path, monkeypatch):
 
 def test_an_empty_folder_says_so(told, tmp_path):
     assert told('ls', tmp_path)[:2] == (0, f'No checkpoints (*.pth) in {tmp_path}.\n')
-    assert told('verify', tmp_path)[:2] == (0, f'No checkpoints (*.pth) in {tmp_path}.\n')
-    assert told('ls', tmp_path, '--json')[:2] == told('verify', tmp_path, '--json')[:2] == (0, '[]\n')
+    assert told('ls', tmp_path, '--json') == (0, '[]\n', '')
+
+def test_where_there_is_nothing_to_verify_the_exit_status_is_1(told, tmp_path):
+    assert told('verify', tmp_path) == (1, f'No checkpoints (*.pth) in {tmp_path}.\n', 'Nothing has been verified.\n')
+    assert told('verify', tmp_path, '--json') == (1, '[]\n', 'Nothing has been verified.\n')
+    assert told('verify', tmp_path, stock(tmp_path.parent/'stock.pth'))[::2] == (0, '')
+
+def test_the_help_of_verify_says_what_each_exit_status_means(told):
+    text = ' '.join(told('verify', '--help')[1].split())
+    for o in 'status is 0 if', 'no checksum', '1 if a file is damaged', 'nothing to verify', '2 if': assert o in text
 
 
 # -- verify
@@ -334,6 +342,17 @@ def test_a_reader_that_has_gone_leaves_no_traceback(tmp_path):
     try: process = python('-m', 'fastai_ddp_callbacks.cli', 'ls', tmp_path, stdout=write)
     finally: os.close(write)
     assert process.communicate(timeout=120)[1] == '' and process.returncode == 141
+
+@pytest.mark.parametrize('command', ['ls', 'verify', 'show'])
+def test_output_that_cannot_be_written_is_told_in_one_line(tmp_path, command):
+    path = model(tmp_path, 1)
+    with open('/dev/full', 'w') as full: process = python('-m', 'fastai_ddp_callbacks.cli', command, path if command == 'show' else tmp_path, stdout=full)
+    assert process.communicate(timeout=120)[1] == 'fastai-ddp: the output cannot be written: No space left on device\n' and process.returncode == 2
+
+def test_other_errors_of_the_system_are_not_taken_for_one_of_the_output(tmp_path, monkeypatch, told):
+    def fails(*_): raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(files, '_examined', fails)
+    with pytest.raises(OSError): told('ls', tmp_path)
 
 class Trap:
     def __init__(self, path): self.path = path

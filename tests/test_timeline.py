@@ -1,5 +1,5 @@
 "Who waited for whom: the table, its sums, the line after a fit, and the picture."
-import random, time
+import random, subprocess, sys, time
 from collections import deque
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from fastai_ddp_callbacks import agree, barrier, ddp_ctx, rank, run_on_main
 from fastai_ddp_callbacks import timeline as module
-from fastai_ddp_callbacks.errors import DDPError
+from fastai_ddp_callbacks.errors import DDPError, RankFailedError
 from fastai_ddp_callbacks.timeline import plot_timeline, straggler_line, timeline, waits_by_name, waits_by_rank
 from learners import Observed, learner
 from ranks import run, values
@@ -124,6 +124,16 @@ def test_sums_by_rank_tell_for_whom_each_waited():
     assert list(sums.index) == ['rank 0', 'rank 1', 'rank 2', 'rank 3'] and list(sums.columns) == ['for rank 0', 'for rank 1', 'for rank 2', 'for rank 3']
     assert sums.loc['rank 3', 'for rank 0'] >= 15 and sums.loc['rank 0', 'for rank 1'] > 5 and not np.diag(sums).any()
     assert sums.to_numpy().sum() == pytest.approx(table.waited.sum())
+
+def test_without_a_table_the_sums_are_of_what_the_ranks_remember_now():
+    def scenario():
+        work()
+        table = timeline()
+        return table,waits_by_name(),waits_by_rank()
+    for table,by_name,by_rank in values(run(scenario, 3)):
+        before = waits_by_name(table)
+        assert list(by_name.times[before.index]) == list(before.times) and {*by_name.index} - {*before.index} == {"all_gather('timeline')"}
+        assert near(by_rank.loc['rank 0', 'for rank 2']) and near(waits_by_rank(table).loc['rank 0', 'for rank 2'])
 
 
 # -- one line after a fit
@@ -261,6 +271,25 @@ def test_rank_0_draws_and_saves_the_picture(tmp_path):
     assert values(run(scenario, 2)) == [True, False]
     assert [o.name for o in tmp_path.iterdir()] == ['0.png'] and imread(tmp_path/'0.png').shape[1] > 1000
 
+@pytest.mark.parametrize('name, words', [('gone/x.png', 'No such file or directory'), ('x.xyz', "'xyz' is not supported")])
+def test_a_picture_that_cannot_be_saved_is_an_error_on_all_ranks_with_the_cause(tmp_path, name, words):
+    def scenario():
+        barrier('begin')
+        plot_timeline(tmp_path/name)
+    zero,one = run(scenario, 2)
+    assert isinstance(zero.error, OSError if 'gone' in name else ValueError) and words in str(zero.error)
+    assert isinstance(one.error, RankFailedError) and one.error.rank == 0 and words in str(one.error)
+
+def test_names_with_signs_that_mean_formulas_elsewhere_are_drawn_as_they_are(tmp_path):
+    table = some_table(2)
+    names = ['costs $5_ and $6^', r'$\frac{$', '$x$']
+    table['name'] = [*names, *table.name[3:]]
+    table['begin'] = table.end-1
+    figure = module._draw(table)
+    figure.savefig(tmp_path/'x.png')
+    lines = [o for o in figure.texts if any(n in o.get_text() for n in names)]
+    assert len(lines) == 3 and not any(o.get_parse_math() for o in lines)
+
 def test_a_notebook_shows_the_picture_once(tmp_path):
     code = f'''import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -276,6 +305,12 @@ def test_in_one_process_there_is_nothing_to_draw(tmp_path, capsys):
 
 
 # -- a fit of fastai 2
+
+@pytest.mark.parametrize('name', ['DDPSaveModelCallback', 'DDPStopCallback', 'DDPResumeCallback'])
+def test_with_any_of_our_callbacks_learners_have_a_timeline(name):
+    code = f'from fastai_ddp_callbacks import {name}; from fastai.learner import Learner; print(Learner.ddp_timeline.__doc__)'
+    said = subprocess.run([sys.executable, '-c', code], cwd=Path(module.__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert 'who waited' in said.stdout, said.stderr
 
 def test_a_fit_with_a_slow_rank_and_a_slow_save_shows_both_and_the_learner_knows(tmp_path):
     def scenario():
