@@ -9,7 +9,7 @@ import torch
 from fastai.learner import AvgLoss, AvgMetric, Metric
 from fastai.torch_core import Tensor, apply, find_bs
 
-from .distributed import all_gather
+from .distributed import all_gather, together
 
 __all__ = ['ExactAverages']
 
@@ -36,8 +36,9 @@ class ExactAverages:
         told = all_gather(self._own(), f'averages of epoch {getattr(self.learn, "epoch", 0)}') # before any fit there is no epoch
         names = [[name for name,_ in o] for o in told]
         if any(o != names[0] for o in names):
-            raise ValueError('The ranks have different metrics:\n' + ''.join(f'  rank {r}: {", ".join(o)}\n' for r,o in enumerate(names)) +
-                             'Give the learner the same metrics on all ranks, also those that only one of them prints.')
+            with together('metrics that differ'): # all ranks come here, and raise: none hears of it from another one
+                raise ValueError('The ranks have different metrics:\n' + ''.join(f'  rank {r}: {", ".join(o)}\n' for r,o in enumerate(names)) +
+                                 'Give the learner the same metrics on all ranks, also those that only one of them prints.')
         for i,o in enumerate(self.all): o.total,o.count = map(sum, zip(*(rank[i][1] for rank in told)))
 
     def _own(self):

@@ -7,7 +7,7 @@ from fastai.data.load import DataLoader
 from fastai.metrics import F1Score, accuracy
 from torch.utils.data import TensorDataset
 
-from fastai_ddp_callbacks import ddp_ctx, rank
+from fastai_ddp_callbacks import control, ddp_ctx, rank
 from learners import Trace
 from ranks import report, run, values
 
@@ -81,6 +81,18 @@ def test_a_rank_that_begins_an_epoch_or_its_validation_late_is_seen_where_the_or
     assert [o.split(', ')[0] for o in table.name] == ["broadcast('order of samples'"]*2 + ["all_gather('averages of epoch 0')"]
     assert list(table.index[table['rank 0'] > 1]) == [event == 'before_validate']
     assert 'rank 1 cost the other 1.' in results[0].output
+
+def test_a_rank_that_is_slow_to_leave_the_rendezvous_sees_for_itself_that_metrics_differ(tmp_path):
+    def scenario():
+        if rank() == 0:
+            look = control.Control._look
+            control.Control._look = lambda self, *args, **kwargs: (time.sleep(.2), look(self, *args, **kwargs))[1]
+        class Late(Callback):
+            def after_batch(self): time.sleep(.1*rank()*(not self.training))
+        learn = _learner(tmp_path, 50, 10)
+        learn.metrics = learn.metrics[:rank()]
+        with ddp_ctx(learn): learn.fit(1, 0., cbs=Late())
+    for o in run(scenario, 2): assert isinstance(o.error, ValueError), report([o])
 
 def test_a_plain_validation_outside_a_fit_and_a_metric_that_is_no_average_work(tmp_path):
     class Samples(Metric):
