@@ -172,18 +172,18 @@ class Store:
         return dict(run=self.run, files=[o.checksum for o in self.files], file=file, path=path and self.name_of(path), value=value)
 
     def resume(self,
-        state:dict, # of a callback in the run that was interrupted: the `state` of its store, and `monitor`
+        state:dict, # of a callback in the run that was interrupted: the `state` of its store, and `monitor`; `finished` if it had come to its end
         found, # what rank 0 has `found_whole` of that run
         better, # function that compares a value to the best
         worst, # value that any other is better than
     ): # value of the best from now on
-        "Go on with the files of that run. A warning if the best is no longer there."
+        "Go on with the files of that run. A warning if the best is no longer there, and would be needed."
         self.run,self.files,self.again = state['run'],list(found),[o for o in found if o.checksum not in state['files']]
         self.best = next((o for o in found if o.checksum == state['file']), None)
         value = worst if state['value'] is None else state['value']
         for o in self.again:
             if o.value is not None and better(o.value, value): self.best,value = o,o.value
-        if state['file'] and self.best is None and all(self.name_of(o.path) != state['path'] for o in self.again): # nor overwritten by this run
+        if state['file'] and self.best is None and not state.get('finished') and all(self.name_of(o.path) != state['path'] for o in self.again): # nor overwritten by this run
             self.best = min((o for o in found if o.value is not None and o not in self.again), key=lambda o: self._rank(o.value), default=None)
             value = self.best.value if self.best else worst
             say(f"The best model of the run that goes on, with {state['monitor']} value {state['value']}, is no longer there: " +

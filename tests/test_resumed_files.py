@@ -100,6 +100,12 @@ def test_a_folder_that_was_moved_goes_on_and_a_finished_fit_still_tells_its_path
     os.rename(tmp_path/'a', tmp_path/'b')
     assert values(run(lambda: fit(tmp_path/'b'), 2)) == [expected]*2
 
+def test_a_best_that_is_gone_after_the_end_of_its_fit_is_not_missed(tmp_path):
+    first = values(start(1, tmp_path, DDPSaveModelCallback(), Records(UP_AND_DOWN), n=6))
+    (tmp_path/'models/model.pth').unlink()
+    again = values(start(1, tmp_path, DDPSaveModelCallback(), Records(UP_AND_DOWN), n=6))
+    assert again[0]['weights'] == first[0]['weights'] and again[0]['state'] == first[0]['state'] and not again[0]['warnings']
+
 def test_between_two_fits_the_best_of_the_first_is_not_forgotten(tmp_path):
     def fits(path, between=lambda: None):
         learn,cb = learner(path),DDPSaveModelCallback(reset_on_fit=False)
