@@ -158,7 +158,7 @@ def _noting(noted):
     return Noting
 
 
-_PIECE,_SMALL = 1<<23,1<<16 # bytes
+_PIECE,_PIECES = 1<<23,512 # bytes, and memories, that are given to the system at once
 
 def _start_writing(fd, start, n):
     "Have the system begin to write these bytes to the disk. Only a hint: what becomes of it, `fsync` tells."
@@ -170,18 +170,17 @@ _libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
 
 class _Sealed:
     "Hashes what goes into the file, and ends it with our comment."
-    def __init__(self, fd, progress): self.fd,self.progress,self.hash,self.held,self.written,self.started = fd,progress,xxhash.xxh3_128(),bytearray(),0,0
+    def __init__(self, fd, progress): self.fd,self.progress,self.hash,self.pieces,self.size,self.written,self.started = fd,progress,xxhash.xxh3_128(),[],0,0,0
 
     def write(self, data):
-        if len(data) >= _SMALL:
-            for i in range(0, len(data), _PIECE): self._pass(data[i:i+_PIECE])
-        else:
-            self.held += data
-            if len(self.held) >= _SMALL: self._pass(b'')
+        "Many pieces go to the system at once: to get the interpreter back from the training costs both more than to write them."
+        for i in range(0, len(data), _PIECE):
+            self.pieces.append(data[i:i+_PIECE])
+            self.size += len(self.pieces[-1])
+            if self.size >= _PIECE or len(self.pieces) == _PIECES: self._pass()
 
-    def _pass(self, data):
-        "Hash and write what was held back, and this."
-        pieces,self.held = [self.held, data],bytearray()
+    def _pass(self):
+        pieces,self.pieces,self.size = self.pieces,[],0
         for o in pieces: self.hash.update(o)
         self._write_all(pieces)
 
@@ -202,7 +201,8 @@ class _Sealed:
         text = json.dumps(meta).encode()
         if len(text) + _FOOTER.size > 65535: raise ValueError(f'The metadata of a checkpoint must fit in 65 kB of JSON; these take {len(text)} bytes.')
         head = _FOOTER.pack(_MAGIC, _FORMAT, len(text), b'')[:-16]
-        self._pass(end[:-2] + struct.pack('<H', len(text)+_FOOTER.size) + text + head)
+        self.write(end[:-2] + struct.pack('<H', len(text)+_FOOTER.size) + text + head)
+        self._pass()
         self._write_all([self.hash.digest()])
         return self.hash.hexdigest()
 

@@ -211,7 +211,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _prepare(self, n_epochs):
         self._store.prepare(3*size_of(self.learn.model.state_dict()), n_epochs) # with the optimizer's state
-        return self._store.found_whole(self._resumed['run']) if self._resumed else []
+        return self._store.found_whole(self._resumed) if self._resumed else []
 
     def state_dict(self) -> dict:
         if not self._store: return super().state_dict() # before the first epoch

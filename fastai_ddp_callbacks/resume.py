@@ -42,14 +42,14 @@ class DDPResumeCallback(Callback):
     order,run_valid = 90,False # after all that is to be saved has seen the epoch
 
     def __init__(self,
-        every_epoch=1, # save after so many epochs; None: only as told by what follows.
-        every_batches=None, # save after so many batches too.
-        every_minutes=None, # save when so many minutes have passed on rank 0's clock, too.
-        keep=2, # how many of the newest to keep.
-        fname='resume', # first part of the files' names, in `learn.path/learn.model_dir`.
-        resume='auto', # 'auto': go on if there is something to go on with; 'must': and fail if not; 'never': start anew.
-        background=False, # write while training goes on, from a copy of the state in the memory of rank 0.
-        exit_status=0, # with which the process ends after a signal.
+        every_epoch:int|None=1, # save after so many epochs; None: only as told by what follows.
+        every_batches:int|None=None, # save after so many batches too.
+        every_minutes:float|None=None, # save when so many minutes have passed on rank 0's clock, too.
+        keep:int=2, # how many of the newest to keep.
+        fname:str='resume', # first part of the files' names, in `learn.path/learn.model_dir`.
+        resume:str='auto', # 'auto': go on if there is something to go on with; 'must': and fail if not; 'never': start anew.
+        background:bool=False, # write while training goes on, from a copy of the state in the memory of rank 0.
+        exit_status:int=0, # with which the process ends after a signal.
     ):
         if resume not in ('auto', 'must', 'never'): raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
         for k,v in dict(every_epoch=every_epoch, every_batches=every_batches, every_minutes=every_minutes, keep=keep).items():

@@ -1,6 +1,7 @@
 "fastai 2: the callback that saves the best model and loads it at the end, on all ranks."
 from __future__ import annotations
 import math, os
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -56,20 +57,20 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     name,_store,_over,_value,_row,_met = 'save_model',None,None,None,{},False # of the epoch: the agreed value, and rank 0's of all columns
 
     def __init__(self,
-        monitor='valid_loss', # value (usually loss or metric) being monitored.
-        comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
-        min_delta=0., # minimum delta between the last monitor value and the best monitor value.
-        fname='model', # model name to be used when saving model; may have fields, as 'model-{epoch}-{accuracy:.3f}'.
-        every_epoch=False, # if true, save model after every epoch (or every so many); else save only when model is better than existing best.
-        at_end=False, # if true, save model when training ends; else load best model if there is only one saved model.
-        with_opt=False, # if true, save optimizer state (if any available) when saving model.
-        reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
-        reduce='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
-        keep_best=None, # keep the so many best models of the fit, each under the number of its epoch or the name that `fname` makes; load the best at the end.
-        keep_last=None, # keep the so many newest models too; unless `every_epoch` tells otherwise, every epoch is saved then.
-        last=None, # another name that the newest model always has, as 'last'; with it, every epoch is saved.
-        on_error='raise', # when rank 0 cannot write: 'raise' on all ranks, or 'warn', go on training and try again at the next improvement.
-        background=False, # write while training goes on, from a copy of the state in the memory of rank 0. The last save is waited for.
+        monitor:str='valid_loss', # value (usually loss or metric) being monitored.
+        comp:Callable|None=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
+        min_delta:float=0., # minimum delta between the last monitor value and the best monitor value.
+        fname:str='model', # model name to be used when saving model; may have fields, as 'model-{epoch}-{accuracy:.3f}'.
+        every_epoch:bool|int=False, # if true, save model after every epoch (or every so many); else save only when model is better than existing best.
+        at_end:bool=False, # if true, save model when training ends; else load best model if there is only one saved model.
+        with_opt:bool=False, # if true, save optimizer state (if any available) when saving model.
+        reset_on_fit:bool=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
+        reduce:str='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        keep_best:int|None=None, # keep the so many best models of the fit, each under the number of its epoch or the name that `fname` makes; load the best at the end.
+        keep_last:int|None=None, # keep the so many newest models too; unless `every_epoch` tells otherwise, every epoch is saved then.
+        last:str|None=None, # another name that the newest model always has, as 'last'; with it, every epoch is saved.
+        on_error:str='raise', # when rank 0 cannot write: 'raise' on all ranks, or 'warn', go on training and try again at the next improvement.
+        background:bool=False, # write while training goes on, from a copy of the state in the memory of rank 0. The last save is waited for.
     ):
         if every_epoch and at_end: raise ValueError('DDPSaveModelCallback: every_epoch and at_end cannot both be set. Use two callbacks.')
         if on_error not in ('raise', 'warn'): raise ValueError(f"DDPSaveModelCallback(on_error={on_error!r}): choose 'raise' or 'warn'.")
@@ -143,7 +144,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         except CheckpointWriteError as e:
             if self.on_error == 'raise': raise
             say(str(e), warn=True)
-        return (self._store.found_whole(self._resumed['run']), None) if self._resumed else (self._store.files, self._store.best)
+        return (self._store.found_whole(self._resumed), None) if self._resumed else (self._store.files, self._store.best)
 
     def _forget(self):
         super()._forget()

@@ -157,11 +157,14 @@ class Store:
 
     def name_of(self, path) -> str: return Path(os.path.relpath(path, self.folder)).as_posix()
 
-    def found_whole(self, run) -> list:
-        "Take the place of a run that was interrupted. What is damaged is gone, which a warning tells."
-        self.run,whole = run,[]
+    def found_whole(self,
+        state:dict, # as for `resume`
+    ) -> list: # of `Saved`
+        "Take the place of a run that was interrupted. Its best, and what it saved later, is verified: what is damaged is gone, which a warning tells."
+        self.run,whole = state['run'],[]
         for o in self.found():
-            try: verify_checkpoint(o.path)
+            try:
+                if o.checksum == state['file'] or o.checksum not in state['files']: verify_checkpoint(o.path)
             except CheckpointError as e: say(str(e), warn=True)
             else: whole.append(o)
         return whole

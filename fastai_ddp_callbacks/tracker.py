@@ -1,6 +1,7 @@
 "fastai 2: the tracker family, with one value and one decision for all ranks."
 from __future__ import annotations
 import math, sys
+from collections.abc import Callable
 from types import FrameType
 
 import numpy as np
@@ -36,11 +37,11 @@ class DDPTrackerCallback(TrackerCallback):
     name,_training,_trained,_validated,_resumed = 'tracker',False,False,False,None
 
     def __init__(self,
-        monitor='valid_loss', # value (usually loss or metric) being monitored.
-        comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
-        min_delta=0., # minimum delta between the last monitor value and the best monitor value.
-        reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
-        reduce='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        monitor:str='valid_loss', # value (usually loss or metric) being monitored.
+        comp:Callable|None=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
+        min_delta:float=0., # minimum delta between the last monitor value and the best monitor value.
+        reset_on_fit:bool=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
+        reduce:str='mean', # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
         **kwargs
     ):
         if reduce not in REDUCTIONS: raise ValueError(f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.')
@@ -173,12 +174,12 @@ class DDPEarlyStoppingCallback(_Patient, EarlyStoppingCallback):
     name = 'early_stopping'
 
     def __init__(self,
-        monitor='valid_loss', # value (usually loss or metric) being monitored.
-        comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
-        min_delta=0., # minimum delta between the last monitor value and the best monitor value.
-        patience=1, # number of epochs to wait when training has not improved model.
-        reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
-        reduce='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        monitor:str='valid_loss', # value (usually loss or metric) being monitored.
+        comp:Callable|None=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
+        min_delta:float=0., # minimum delta between the last monitor value and the best monitor value.
+        patience:int=1, # number of epochs to wait when training has not improved model.
+        reset_on_fit:bool=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
+        reduce:str='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
     ):
         super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, patience=patience)
 
@@ -192,14 +193,14 @@ class DDPReduceLROnPlateau(_Patient, ReduceLROnPlateau):
     name = 'reduce_lr_on_plateau'
 
     def __init__(self,
-        monitor='valid_loss', # value (usually loss or metric) being monitored.
-        comp=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
-        min_delta=0., # minimum delta between the last monitor value and the best monitor value.
-        patience=1, # number of epochs to wait when training has not improved model.
-        factor=10., # the denominator to divide the learning rate by, when reducing the learning rate.
-        min_lr=0, # the minimum learning rate allowed; learning rate cannot be reduced below this minimum.
-        reset_on_fit=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
-        reduce='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
+        monitor:str='valid_loss', # value (usually loss or metric) being monitored.
+        comp:Callable|None=None, # numpy comparison operator; np.less if monitor is loss, np.greater if monitor is metric.
+        min_delta:float=0., # minimum delta between the last monitor value and the best monitor value.
+        patience:int=1, # number of epochs to wait when training has not improved model.
+        factor:float=10., # the denominator to divide the learning rate by, when reducing the learning rate.
+        min_lr:float=0, # the minimum learning rate allowed; learning rate cannot be reduced below this minimum.
+        reset_on_fit:bool=True, # before model fitting, reset value being monitored to -infinity (if monitor is metric) or +infinity (if monitor is loss).
+        reduce:str='mean' # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
     ):
         super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, patience=patience, factor=factor, min_lr=min_lr)
 
