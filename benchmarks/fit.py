@@ -111,9 +111,9 @@ def stalls(rank, mb, folder, end, queue):
     learn = learner(mb, folder)
     those,figures,n = {k:v(learn) for k,v in STALLS.items()},{k:[] for k in STALLS},20
     names,rounds = [*those],0
-    while rounds < 3 or time.monotonic() < end and rounds < 41:
+    while rounds < 2 or time.monotonic() < end and rounds < 41:
         for name in names:
-            if 'lightning' in name and rounds%2: continue # they take the longest
+            if 'lightning' in name and rounds and rounds%2 == 0: continue # they take the longest
             o = those[name]
             os.sync()
             alone = steps(lambda i: i < n) if hasattr(o, 'done') else []
@@ -368,14 +368,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog='\n'.join(f'  {k}: at most {v:g}' for k,v in TARGETS.items()))
     parser.add_argument('--sizes', type=int, nargs='+', default=[10, *SIZES], help='models whose stall is measured, in MB')
     parser.add_argument('--folder', type=Path, help='a folder on the disk to measure; by default that for temporary files')
-    parser.add_argument('--quick', action='store_true', help='fewer rounds: about 70 s on two cores')
+    parser.add_argument('--quick', action='store_true', help='fewer rounds, in about a minute: the disk has not settled then, and a ratio of whole fits may be off by a fifth')
     parser.add_argument('--json', type=Path, help='write the figures to this file')
     parser.add_argument('--check', action='store_true', help='exit with 1 if a target is missed')
     parser.add_argument('--write', type=Path, nargs='*', metavar='JSON', help='make README.md and stall.png, with figures of these files; what is missing is measured')
     args = parser.parse_args()
     for name in MISSING: print(f'missing: {name} is not installed (pip install fastai_ddp_callbacks[bench])')
     files = {'rendezvous' if 'seconds' in o else 'save_load' if 'medians' in o else 'fit':o for o in (json.loads(o.read_text()) for o in args.write or [])}
-    r = files.get('fit') or measure(args.sizes, args.folder, _START + (42 if args.quick else 300), (2, 4) if args.quick else (2, 4, 8))
+    r = files.get('fit') or measure(args.sizes, args.folder, _START + (32 if args.quick else 300), (2, 4) if args.quick else (2, 4, 8))
     files['fit'] = r = dict(r, **{k:{int(n):v for n,v in r[k].items()} for k in ('stalls', 'ends')})
     for o in tables(r): show(*o)
     if args.json: args.json.write_text(json.dumps(r, indent=1))
