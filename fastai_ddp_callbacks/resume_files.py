@@ -8,7 +8,7 @@ from .checkpoint import read_metadata, verify_checkpoint
 from .distributed import say, world_size
 from .errors import CheckpointError, MismatchedCheckpointError
 from .loading import load_everywhere
-from .store import Store, delete
+from .store import Store, delete, in_order
 
 __all__ = ['Before', 'ResumeFiles', 'load', 'named', 'offers', 'progress']
 
@@ -73,7 +73,7 @@ class ResumeFiles:
             raise ValueError(f'{path} is of a fit of {meta["n_epoch"]} epochs, and this one is to have {n_epoch}' + (', which gives another schedule' if scheduled else '') +
                              ". Give this fit another name, or resume='never' to start anew.")
         self.store.run,self.store.resumed = meta['run'],path
-        self.store.files = [o for o in self.store.found() if o.path in metas]
+        self.store.files = in_order({o:m for o,m in metas.items() if m['run'] == meta['run']})
         if meta['finished']: self._delete(self.store.forget()) # no save comes after it that would: the one that wrote it may have been killed before
         return path,meta['checksum'],meta
 

@@ -12,7 +12,7 @@ from .distributed import say
 from .errors import CheckpointError, CheckpointWriteError
 from .lock import Lock
 
-__all__ = ['Saved', 'Store', 'delete']
+__all__ = ['Saved', 'Store', 'delete', 'in_order']
 
 
 class Saved(NamedTuple):
@@ -144,8 +144,7 @@ class Store:
 
     def found(self) -> list:
         "The `Saved` of this run that are on disk, oldest first by what they say of themselves: the run may have gone on after it was saved itself."
-        metas = {o:m for o in self._base().rglob('*.pth') if (m := self.own_metadata(o)) and m.get('run') == self.run}
-        return [Saved(str(o), m['checksum'], m['epoch'], m['value']) for o,m in sorted(metas.items(), key=lambda o: (o[1].get('iteration', 0), o[1]['time']))]
+        return in_order({o:m for o in self._base().rglob('*.pth') if (m := self.own_metadata(o)) and m.get('run') == self.run})
 
     def own_metadata(self,
         path # of a file in the folder
@@ -220,6 +219,11 @@ class Store:
         fixed = next((o for o,*_ in _names.parse(self.fname)), '')
         return (self.folder/f'{fixed}_').parent
 
+
+def in_order(
+    metas:dict # of path to metadata
+) -> list: # of `Saved`, oldest first by what they say of themselves
+    return [Saved(str(o), m['checksum'], m['epoch'], m['value']) for o,m in sorted(metas.items(), key=lambda o: (o[1].get('iteration', 0), o[1]['time']))]
 
 def _also_call(path, name):
     "Give the file a second name, in one step; a copy where the disk knows no hard links."

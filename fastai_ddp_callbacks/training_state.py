@@ -46,7 +46,8 @@ def restore_shared(
     learn.pct_train,learn.train_iter = state['pct_train'],state['train_iter']
     if state['scaler'] and getattr(learn, 'scaler', None): learn.scaler.load_state_dict(state['scaler'])
     cbs,kept = {k:cb for k,cb in named(learn.cbs) if _has_state(cb)},state['callbacks']
-    for k in cbs.keys() & kept.keys(): _restore(cbs[k], dict(kept[k], finished=finished) if isinstance(cbs[k], DDPTrackerCallback) else kept[k])
+    for k,cb in cbs.items(): # in one order on all ranks, as a callback may meet them here
+        if k in kept: _restore(cb, dict(kept[k], finished=finished) if isinstance(cb, DDPTrackerCallback) else kept[k])
     others = [f'{", ".join(sorted(o))} {what}' for o,what in ((cbs.keys()-kept.keys(), 'begins anew'), (kept.keys()-cbs.keys(), 'is not there any more')) if o]
     if others and not finished: say(f'The fit that goes on had other callbacks: {"; ".join(others)}.', warn=True)
 

@@ -306,3 +306,18 @@ def test_a_fit_that_unfreezes_on_its_way_goes_on_also_in_the_process_in_which_it
     killed(run(scenario, 1, tmp_path/'killed', Dies(1)))
     assert values(run(scenario, 1, tmp_path/'killed')) == expected
     assert values(run(scenario, 1, tmp_path/'raised', Raises(1))) == expected
+
+
+# -- callbacks with a state of their own
+
+def test_callbacks_get_their_state_back_in_the_order_of_the_fit(tmp_path):
+    "Each may meet the other ranks there, whose sets have another order: every process has hashes of its own."
+    def scenario(n):
+        given = []
+        def load_state_dict(self, state): given.append(type(self).__name__)
+        cbs = [type(f'Kept{c}', (Callback,), dict(order=i, state_dict=lambda self: {}, load_state_dict=load_state_dict))() for i,c in enumerate('QWERTZUIOP')]
+        with ddp_ctx(learn := learner(tmp_path)): learn.fit(n, 0.1, cbs=[DDPResumeCallback(), *cbs])
+        return given,[type(o).__name__ for o in cbs]
+    values(run(scenario, 1, 1))
+    (given,expected), = values(run(scenario, 1, 2))
+    assert given == expected
