@@ -254,6 +254,9 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if not args.worker: return run(args)
     Race(args).work()
-    return 0
+    # Not by way of the interpreter's end: DistributedDataParallel keeps gloo's threads alive for good (torch 2.14), and one that
+    # has a tensor to free by then aborts the process, and with it the other ranks.
+    for o in sys.stdout,sys.stderr: o.flush()
+    os._exit(0)
 
 if __name__ == '__main__': sys.exit(main())
