@@ -10,6 +10,7 @@ from torch import nn
 
 from fastai_ddp_callbacks import (CheckpointError, CheckpointWriteError, CorruptCheckpointError, MismatchedCheckpointError, load_model_state,
                                   model_state, read_checkpoint, read_metadata, verify_checkpoint, write_checkpoint)
+from fastai_ddp_callbacks import checkpoint
 from fastai_ddp_callbacks.weights import plain
 from learners import digest, learner
 from ranks import run, values
@@ -29,6 +30,11 @@ def read_version(path):
     return seen.pop()
 
 def small_model(): return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    "Of what is given to the system at once, so that a small file has many."
+    monkeypatch.setattr(checkpoint, '_PIECE', 1<<15)
 
 @pytest.fixture
 def path(tmp_path): return tmp_path/'model.pth'
@@ -235,6 +241,26 @@ def test_a_save_writes_each_byte_once_then_syncs_the_file_renames_it_and_syncs_t
     assert on_disk[first:] == [('fsync', temporary), ('rename', temporary, str(path)), ('fsync', str(path.parent))]
     assert sum(o.result for o in calls if 'write' in o.name) == path.stat().st_size
     assert not any(o.name in ('read', 'pread64', 'mmap', 'sendfile', 'copy_file_range') for o in calls) # nothing is read back
+
+def written(monkeypatch, path, part=lambda memories: memories):
+    "How many bytes each system call took of a save, which gives the system only `part` of the memories that it is given."
+    sizes,writev = [],os.writev
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'writev', lambda fd, memories: sizes.append(writev(fd, part(memories))) or sizes[-1])
+        write_version(path, 1)
+    assert read_version(path) == 1 and sum(sizes) == path.stat().st_size
+    return sizes
+
+def test_the_system_gets_pieces_of_one_size_however_large_or_small_the_tensors(monkeypatch, path):
+    *pieces,end,checksum = written(monkeypatch, path)
+    assert set(pieces) == {1<<15} and end <= 1<<15 and checksum == 16
+    monkeypatch.undo() # pieces as they are
+    *pieces,end,checksum = written(monkeypatch, path)
+    assert not pieces and end < 1<<20
+
+def test_a_system_that_takes_a_part_gets_the_rest(monkeypatch, path):
+    assert len(written(monkeypatch, path, lambda memories: memories[:1])) > 12
+    assert max(written(monkeypatch, path, lambda memories: [memories[0][:999]])) == 999
 
 def all_kinds():
     big = torch.randn(50_000)
