@@ -44,20 +44,21 @@ def write_checkpoint(
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary,file = _open_beside(path)
     except OSError as e: raise write_error(e, path) from e
-    try:
-        with file, Progress(f'saving {path.name}') as bar:
-            _sweep(path.parent, os.fstat(file.fileno()).st_mtime)
-            if path.exists():
-                with suppress(OSError): os.fchmod(file.fileno(), path.stat().st_mode & 0o777) # some network disks do not allow it
-            meta['checksum'] = _write(state, meta, _Sealed(file.fileno(), partial(bar.update, total=size_of(state))))
-            os.fsync(file.fileno()) # before the name points here: a power cut must not leave a name without bytes
-        _replace(temporary, path)
-    except BaseException as e:
-        temporary.unlink(missing_ok=True)
-        if isinstance(e, OSError): raise write_error(e, path) from e
-        raise
-    try: _sync_folder(path.parent) # the new name itself
-    except OSError as e: warnings.warn(f'{path} is written, but its folder could not be synced: {e}. After a power cut it may be what it was before.', stacklevel=2)
+    with _replaced(path) as old:
+        try:
+            with file, Progress(f'saving {path.name}') as bar:
+                _sweep(path.parent, os.fstat(file.fileno()).st_mtime)
+                if path.exists():
+                    with suppress(OSError): os.fchmod(file.fileno(), path.stat().st_mode & 0o777) # some network disks do not allow it
+                meta['checksum'] = _write(state, meta, _Sealed(file.fileno(), old, partial(bar.update, total=size_of(state))))
+                os.fsync(file.fileno()) # before the name points here: a power cut must not leave a name without bytes
+            os.replace(temporary, path)
+        except BaseException as e:
+            temporary.unlink(missing_ok=True)
+            if isinstance(e, OSError): raise write_error(e, path) from e
+            raise
+        try: _sync_folder(path.parent) # the new name itself
+        except OSError as e: warnings.warn(f'{path} is written, but its folder could not be synced: {e}. After a power cut it may be what it was before.', stacklevel=2)
     return meta
 
 def write_error(e, path, now='What was there before is unchanged. Free some space or choose another folder.'):
@@ -90,11 +91,13 @@ def _sweep(folder, now):
             if dead: os.unlink(entry.path)
         except (FileNotFoundError, PermissionError): pass # another process has swept it, or it is not ours to sweep
 
-def _replace(temporary, path):
-    "Give the new file its name. To free the blocks of the old one takes the system a quarter of a save's time: nobody waits for that."
-    try: old = os.open(path, os.O_PATH|os.O_CLOEXEC) if hasattr(os, 'O_PATH') else None # as long as it is open, nothing is freed
-    except FileNotFoundError: old = None
-    try: os.replace(temporary, path)
+@contextmanager
+def _replaced(path):
+    """The old file, open, or None. As long as it is open the system does not free its blocks, which takes a quarter of a save's
+    time: nobody waits for that, least of all the sync of the folder."""
+    try: old = os.open(path, os.O_RDONLY|os.O_NONBLOCK)
+    except OSError: old = None # there is none, or it is not ours to read
+    try: yield old
     finally:
         if old is not None:
             try: threading.Thread(target=os.close, args=(old,)).start()
@@ -158,10 +161,8 @@ def _noting(noted):
     return Noting
 
 
-# Bytes, and memories, that are given to the system at once. For more bytes Linux takes page cache in blocks of 2 MB, which
-# are the ones that a virtual machine hands back to its host while they are free: to get 100 MB of them anew takes 0.2 s.
-_PIECE,_PIECES = 1<<20,512
-_AHEAD = 1<<23 # bytes after which the disk is asked to begin
+_PIECE,_PIECES = 1<<20,512 # bytes, and memories, that are given to the system at once
+_PART = 1<<23 # bytes with which the disk is asked to begin
 
 def _start_writing(fd, start, n):
     "Have the system begin to write these bytes to the disk. Only a hint: what becomes of it, `fsync` tells."
@@ -172,8 +173,14 @@ _libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
 
 
 class _Sealed:
-    "Hashes what goes into the file, and ends it with our comment."
-    def __init__(self, fd, progress): self.fd,self.progress,self.hash,self.pieces,self.size,self.written,self.started = fd,progress,xxhash.xxh3_128(),[],0,0,0
+    """Hashes what goes into the file, and ends it with our comment.
+
+    To find page cache for a second checkpoint beside the old one can take five times as long as the rest of a save: in a virtual
+    machine whose host takes free memory back, it does. So each part comes to where that of the old file was, in pieces for which
+    Linux needs no block of 2 MB, which are the ones that the host takes."""
+    def __init__(self, fd, old, progress):
+        self.fd,self.old,self.progress,self.hash,self.pieces,self.size,self.written,self.started = fd,old,progress,xxhash.xxh3_128(),[],0,0,0
+        self._make_room()
 
     def write(self, data):
         "Small pieces go to the system together: to get the interpreter back from the training costs both more than to write them."
@@ -196,10 +203,16 @@ class _Sealed:
             self.written += n
             while left and n >= len(left[0]): n -= len(left.pop(0))
             if left: left[0] = left[0][n:]
-        if self.written - self.started >= _AHEAD: # the disk works on this while we go on
+        if self.written - self.started >= _PART: # the disk works on this while we go on
             _start_writing(self.fd, self.started, self.written-self.started)
             self.started = self.written
+            self._make_room()
         self.progress(self.written)
+
+    def _make_room(self):
+        "For the next part. Only a hint: who reads the old file meanwhile still can."
+        if self.old is None or not hasattr(os, 'posix_fadvise'): return
+        with suppress(OSError): os.posix_fadvise(self.old, self.written, _PART, os.POSIX_FADV_DONTNEED)
 
     def seal(self, end, meta):
         "Write zip's end with our comment after it; gives the checksum in hex."
