@@ -35,6 +35,7 @@ def small_model(): return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 def small_pieces(monkeypatch):
     "Of what is given to the system at once, so that a small file has many."
     monkeypatch.setattr(checkpoint, '_PIECE', 1<<15)
+    monkeypatch.setattr(checkpoint, '_PART', 1<<16)
 
 @pytest.fixture
 def path(tmp_path): return tmp_path/'model.pth'
@@ -261,6 +262,28 @@ def test_the_system_gets_pieces_of_one_size_however_large_or_small_the_tensors(m
 def test_a_system_that_takes_a_part_gets_the_rest(monkeypatch, path):
     assert len(written(monkeypatch, path, lambda memories: memories[:1])) > 12
     assert max(written(monkeypatch, path, lambda memories: [memories[0][:999]])) == 999
+
+def test_a_new_checkpoint_takes_the_page_cache_of_the_old_one_part_by_part(monkeypatch, path):
+    asked,advise = [],os.posix_fadvise
+    def watched(fd, *args):
+        asked.append((os.readlink(f'/proc/self/fd/{fd}'), *args))
+        return advise(fd, *args)
+    monkeypatch.setattr(os, 'posix_fadvise', watched)
+    write_version(path, 1)
+    assert not asked
+    write_version(path, 2)
+    starts = range(0, path.stat().st_size, 1<<16)
+    assert len(starts) > 2 and asked == [(str(path), o, 1<<16, os.POSIX_FADV_DONTNEED) for o in starts]
+    path.unlink()
+    os.mkfifo(path) # to open one waits for who writes into it
+    write_version(path, 3)
+    assert read_version(path) == 3
+
+def test_who_reads_the_old_checkpoint_goes_on_reading_it(path):
+    write_version(path, 1)
+    state,_ = read_checkpoint(path)
+    write_version(path, 2)
+    assert state['a'].unique().tolist() == [1] and read_version(path) == 2
 
 def all_kinds():
     big = torch.randn(50_000)
