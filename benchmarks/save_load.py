@@ -12,25 +12,30 @@ flushed before each run. Loads go into the model that is there, on 1, 2 and 4 ra
 cache; the time is the slowest rank's. Memory is the peak of anonymous memory during a load on one rank, above that
 before it, as a fraction of the model: mapped pages of the file do not count, as the system takes them back at will.
 The targets that `--check` holds, as ratios of medians:"""
+
 from __future__ import annotations
 import argparse, ctypes, json, logging, os, statistics, sys, tempfile, time, warnings
 from pathlib import Path
 
-_START = time.monotonic() # the imports count
+_START = time.monotonic()  # the imports count
 
 import torch, torch.multiprocessing as mp
+
 with warnings.catch_warnings():
-    warnings.simplefilter('ignore') # how they use torch
+    warnings.simplefilter('ignore')  # how they use torch
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner
-    try: from lightning import pytorch as lightning
-    except ImportError: lightning = None
+
+    try:
+        from lightning import pytorch as lightning
+    except ImportError:
+        lightning = None
 
 from fastai_ddp_callbacks.checkpoint import read_checkpoint, write_checkpoint
 from fastai_ddp_callbacks.weights import load_model_state, model_state
 
-SIZES = 100,500 # MB, for which the targets hold
-TARGETS = [ # what, of which other, at most
+SIZES = 100, 500  # MB, for which the targets hold
+TARGETS = [  # what, of which other, at most
     ('save', 'stock', 0.8),
     ('save', 'raw', 1.2),
     ('load on 1', 'stock', 0.5),
@@ -38,157 +43,270 @@ TARGETS = [ # what, of which other, at most
     ('load on 4', 'stock', 0.5),
     ('memory', 'model', 0.2),
 ]
-RANKS = 1,2,4
+RANKS = 1, 2, 4
 
 
 # -- the contenders
 
+
 def learner(mb, folder):
     "A model of `mb` MB in 77 tensors, from 8 bytes to about 6% of the model."
-    width = round((mb*1e6/4/72)**0.5)
+    width = round((mb * 1e6 / 4 / 72) ** 0.5)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(width, 1, 4*width) for _ in range(6)), torch.nn.BatchNorm1d(width))
-    return Learner(DataLoaders.from_dsets([0], [0], bs=1, num_workers=0, device='cpu'), model, loss_func=torch.nn.functional.mse_loss, path=folder, model_dir='.')
+    model = torch.nn.Sequential(
+        *(torch.nn.TransformerEncoderLayer(width, 1, 4 * width) for _ in range(6)), torch.nn.BatchNorm1d(width)
+    )
+    return Learner(
+        DataLoaders.from_dsets([0], [0], bs=1, num_workers=0, device='cpu'),
+        model,
+        loss_func=torch.nn.functional.mse_loss,
+        path=folder,
+        model_dir='.',
+    )
+
 
 class Ours:
-    def __init__(self, learn): self.model,self.path = learn.model,learn.path/'ours.pth'
-    def save(self): write_checkpoint(model_state(self.model), self.path, dict(epoch=0, monitor='valid_loss', value=0.5))
-    def load(self): load_model_state(self.model, read_checkpoint(self.path)[0], self.path)
+    def __init__(self, learn):
+        self.model, self.path = learn.model, learn.path / 'ours.pth'
+
+    def save(self):
+        write_checkpoint(model_state(self.model), self.path, dict(epoch=0, monitor='valid_loss', value=0.5))
+
+    def load(self):
+        load_model_state(self.model, read_checkpoint(self.path)[0], self.path)
+
 
 class Stock:
-    def __init__(self, learn): self.learn = learn
-    def save(self): self.learn.save('stock', with_opt=False)
-    def load(self): self.learn.load('stock', with_opt=False)
+    def __init__(self, learn):
+        self.learn = learn
+
+    def save(self):
+        self.learn.save('stock', with_opt=False)
+
+    def load(self):
+        self.learn.load('stock', with_opt=False)
+
 
 class Lightning:
     def __init__(self, learn):
-        for o in ('lightning.pytorch', 'lightning.fabric'): logging.getLogger(o).setLevel(logging.ERROR)
+        for o in ('lightning.pytorch', 'lightning.fabric'):
+            logging.getLogger(o).setLevel(logging.ERROR)
         module = lightning.LightningModule()
-        module.net,self.path = learn.model,learn.path/'lightning.ckpt'
-        self.trainer = lightning.Trainer(accelerator='cpu', devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        self.trainer.strategy.connect(module) # as `fit` does
-    def save(self): self.trainer.save_checkpoint(self.path, weights_only=True)
-    def load(self): self.trainer.strategy.load_model_state_dict(self.trainer.strategy.load_checkpoint(self.path))
+        module.net, self.path = learn.model, learn.path / 'lightning.ckpt'
+        self.trainer = lightning.Trainer(
+            accelerator='cpu', devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        )
+        self.trainer.strategy.connect(module)  # as `fit` does
+
+    def save(self):
+        self.trainer.save_checkpoint(self.path, weights_only=True)
+
+    def load(self):
+        self.trainer.strategy.load_model_state_dict(self.trainer.strategy.load_checkpoint(self.path))
+
 
 class Raw:
-    def __init__(self, learn): self.path,self.source,self.data = learn.path/'raw',learn.path/'ours.pth',None
+    def __init__(self, learn):
+        self.path, self.source, self.data = learn.path / 'raw', learn.path / 'ours.pth', None
+
     def save(self):
-        if self.data is None: self.data = bytearray(self.source.read_bytes())
+        if self.data is None:
+            self.data = bytearray(self.source.read_bytes())
         temporary = self.path.with_suffix('.writing')
         with open(temporary, 'wb', buffering=0) as f:
             written = f.write(self.data)
             os.fsync(f.fileno())
         assert written == len(self.data)
         os.replace(temporary, self.path)
+
     def load(self):
-        if self.data is None: self.data = bytearray(self.path.stat().st_size)
-        with open(self.path, 'rb', buffering=0) as f: assert f.readinto(self.data) == len(self.data)
+        if self.data is None:
+            self.data = bytearray(self.path.stat().st_size)
+        with open(self.path, 'rb', buffering=0) as f:
+            assert f.readinto(self.data) == len(self.data)
+
 
 MISSING = [] if lightning else ['lightning']
-CONTENDERS = {k:v for k,v in dict(ours=Ours, stock=Stock, lightning=Lightning, raw=Raw).items() if k not in MISSING}
+CONTENDERS = {k: v for k, v in dict(ours=Ours, stock=Stock, lightning=Lightning, raw=Raw).items() if k not in MISSING}
 
 
 # -- the measurements
 
+
 class Ranks:
     "What the processes share: a place to meet, a number from each, and one to tell all."
-    def __init__(self, n): self.meet,self.times,self.word = mp.get_context('fork').Barrier(n, timeout=120).wait,mp.RawArray('d', n),mp.RawValue('q')
+
+    def __init__(self, n):
+        self.meet, self.times, self.word = (
+            mp.get_context('fork').Barrier(n, timeout=120).wait,
+            mp.RawArray('d', n),
+            mp.RawValue('q'),
+        )
+
 
 def run(rank, n, f, ranks):
     "The slowest time of `f` on the first `n` ranks at once, with nothing left to be written from before."
-    if rank == 0: os.sync()
+    if rank == 0:
+        os.sync()
     ranks.meet()
     start = time.perf_counter()
-    if rank < n: f()
-    ranks.times[rank] = time.perf_counter()-start
+    if rank < n:
+        f()
+    ranks.times[rank] = time.perf_counter() - start
     ranks.meet()
     return max(ranks.times[:n])
 
+
 def anonymous(pid):
-    with open(f'/proc/{pid}/status') as f: return next(int(o.split()[1])*1024 for o in f if o.startswith('RssAnon'))
+    with open(f'/proc/{pid}/status') as f:
+        return next(int(o.split()[1]) * 1024 for o in f if o.startswith('RssAnon'))
+
 
 def memory(rank, f, ranks):
     "The peak of rank 0's own memory during `f` above that before, in bytes, as rank 1 sees it."
-    ctypes.CDLL(None).malloc_trim(0) # memory that is free already would hide some
-    if rank == 0: ranks.word.value = os.getpid()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free already would hide some
+    if rank == 0:
+        ranks.word.value = os.getpid()
     ranks.meet()
-    pid,start,peak = ranks.word.value,anonymous(ranks.word.value),0
+    pid, start, peak = ranks.word.value, anonymous(ranks.word.value), 0
     ranks.meet()
     if rank == 0:
         f()
         ranks.word.value = 0
-    while rank == 1 and ranks.word.value: peak = max(peak, anonymous(pid)-start)
-    if rank == 1: ranks.times[1] = peak
+    while rank == 1 and ranks.word.value:
+        peak = max(peak, anonymous(pid) - start)
+    if rank == 1:
+        ranks.times[1] = peak
     ranks.meet()
     return ranks.times[1]
 
+
 def warm_up(rank, name, o, weights, ranks):
     "The first save, and a load that must give back the weights; then the memory of a load."
-    if rank == 0: o.save()
+    if rank == 0:
+        o.save()
     ranks.meet()
     saved = weights.clone()
-    if name != 'raw': weights.zero_()
+    if name != 'raw':
+        weights.zero_()
     o.load()
-    if not torch.equal(weights, saved): raise AssertionError(f'{name} has not loaded what it saved')
+    if not torch.equal(weights, saved):
+        raise AssertionError(f'{name} has not loaded what it saved')
     return memory(rank, o.load, ranks)
 
+
 def worker(rank, mb, folder, rounds, end, ranks, queue):
-    torch.set_num_threads(1) # as launchers set it
+    torch.set_num_threads(1)  # as launchers set it
     torch.set_grad_enabled(False)
     warnings.simplefilter('ignore')
     learn = learner(mb, folder)
-    state,those,names = model_state(learn.model),{k:v(learn) for k,v in CONTENDERS.items()},[*CONTENDERS]
+    state, those, names = model_state(learn.model), {k: v(learn) for k, v in CONTENDERS.items()}, [*CONTENDERS]
     size = sum(o.nbytes for o in state.values())
-    figures = {'save':{}, **{f'load on {n}':{} for n in RANKS}, 'memory':{'model':[1.]}}
-    def note(what, name, x): figures[what].setdefault(name, []).append(x)
-    for name in names: note('memory', name, warm_up(rank, name, those[name], next(iter(state.values())), ranks)/size)
+    figures = {'save': {}, **{f'load on {n}': {} for n in RANKS}, 'memory': {'model': [1.0]}}
+
+    def note(what, name, x):
+        figures[what].setdefault(name, []).append(x)
+
+    for name in names:
+        note('memory', name, warm_up(rank, name, those[name], next(iter(state.values())), ranks) / size)
     ranks.word.value = 0
-    for i in range(rounds*len(RANKS)):
-        n = RANKS[i%len(RANKS)]
-        if i >= len(RANKS) and ranks.word.value: break
+    for i in range(rounds * len(RANKS)):
+        n = RANKS[i % len(RANKS)]
+        if i >= len(RANKS) and ranks.word.value:
+            break
         start = time.monotonic()
-        for name in names: note('save', name, run(rank, 1, those[name].save, ranks)) # more often than a load, as disks are capricious
-        for name in names: note(f'load on {n}', name, run(rank, n, those[name].load, ranks))
-        names = names[1:]+names[:1] # nobody always comes after the same one
-        if rank == 0: ranks.word.value = 2*time.monotonic()-start > end # another turn would take too long
+        for name in names:
+            note('save', name, run(rank, 1, those[name].save, ranks))  # more often than a load, as disks are capricious
+        for name in names:
+            note(f'load on {n}', name, run(rank, n, those[name].load, ranks))
+        names = names[1:] + names[:1]  # nobody always comes after the same one
+        if rank == 0:
+            ranks.word.value = 2 * time.monotonic() - start > end  # another turn would take too long
         ranks.meet()
-    if rank == 0: queue.put((size, figures))
+    if rank == 0:
+        queue.put((size, figures))
+
 
 def measure(mb, folder, rounds, end):
     queue = mp.get_context('fork').SimpleQueue()
     with tempfile.TemporaryDirectory(dir=folder) as d:
-        mp.start_processes(worker, (mb, Path(d), rounds, end, Ranks(max(RANKS)), queue), max(RANKS), start_method='fork')
-        size,figures = queue.get()
-    return size,{what:{name:statistics.median(v) for name,v in o.items()} for what,o in figures.items()},len(figures['save']['ours'])
+        mp.start_processes(
+            worker, (mb, Path(d), rounds, end, Ranks(max(RANKS)), queue), max(RANKS), start_method='fork'
+        )
+        size, figures = queue.get()
+    return (
+        size,
+        {what: {name: statistics.median(v) for name, v in o.items()} for what, o in figures.items()},
+        len(figures['save']['ours']),
+    )
+
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='\n'.join(f'  {what} at most {r:.2f} of {o} at {" and ".join(map(str, SIZES))} MB' for what,o,r in TARGETS))
-    parser.add_argument('--sizes', type=int, nargs='+', default=[10, *SIZES], help='models to measure, in MB; four processes hold up to four times as much each')
-    parser.add_argument('--folder', type=Path, help='a folder on the disk to measure; by default that for temporary files')
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='\n'.join(
+            f'  {what} at most {r:.2f} of {o} at {" and ".join(map(str, SIZES))} MB' for what, o, r in TARGETS
+        ),
+    )
+    parser.add_argument(
+        '--sizes',
+        type=int,
+        nargs='+',
+        default=[10, *SIZES],
+        help='models to measure, in MB; four processes hold up to four times as much each',
+    )
+    parser.add_argument(
+        '--folder', type=Path, help='a folder on the disk to measure; by default that for temporary files'
+    )
     parser.add_argument('--quick', action='store_true', help='end within 50 s on two cores')
     parser.add_argument('--json', type=Path, help='write the figures to this file')
     parser.add_argument('--check', action='store_true', help='exit with 1 if a target is missed')
     args = parser.parse_args()
-    for name in MISSING: print(f'missing: {name} is not installed (pip install fastai_ddp_callbacks[bench])')
-    others,results,missed = [o for o in CONTENDERS if o != 'ours'],{},[]
+    for name in MISSING:
+        print(f'missing: {name} is not installed (pip install fastai_ddp_callbacks[bench])')
+    others, results, missed = [o for o in CONTENDERS if o != 'ours'], {}, []
     end = _START + (44 if args.quick else 240)
-    for i,mb in enumerate(args.sizes):
-        share = (mb+30)/sum(o+30 for o in args.sizes[i:]) # of the time that is left
-        size,medians,saves = measure(mb, args.folder, 50, time.monotonic() + share*(end-time.monotonic()))
+    for i, mb in enumerate(args.sizes):
+        share = (mb + 30) / sum(o + 30 for o in args.sizes[i:])  # of the time that is left
+        size, medians, saves = measure(mb, args.folder, 50, time.monotonic() + share * (end - time.monotonic()))
         results[mb] = medians
-        print(f'\n{f"{size/1e6:.0f} MB, ms, medians of {saves} saves":34}'+''.join(f'{o:>10}' for o in CONTENDERS)+'   ours of'+''.join(f'{o:>10}' for o in others))
-        for what,m in medians.items():
-            if what == 'memory': print(f'  {"memory, of the model":32}'+''.join(f'{m[o]:10.2f}' for o in CONTENDERS), flush=True)
-            else: print(f'  {what:32}'+''.join(f'{m[o]*1e3:10.1f}' for o in CONTENDERS)+' '*10+''.join(f'{m["ours"]/m[o]:10.2f}' for o in others))
-        if mb in SIZES: missed += [f'{mb} MB: {what} takes {medians[what]["ours"]/medians[what][o]:.2f} of {o}, the target is {r:.2f}'
-                                   for what,o,r in TARGETS if medians[what]['ours'] > r*medians[what][o]]
-    if args.json: args.json.write_text(json.dumps(dict(medians=results, missing=MISSING, torch=torch.__version__, cpus=os.cpu_count()), indent=1))
-    for o in missed: print('missed:', o)
+        print(
+            f'\n{f"{size / 1e6:.0f} MB, ms, medians of {saves} saves":34}'
+            + ''.join(f'{o:>10}' for o in CONTENDERS)
+            + '   ours of'
+            + ''.join(f'{o:>10}' for o in others)
+        )
+        for what, m in medians.items():
+            if what == 'memory':
+                print(f'  {"memory, of the model":32}' + ''.join(f'{m[o]:10.2f}' for o in CONTENDERS), flush=True)
+            else:
+                print(
+                    f'  {what:32}'
+                    + ''.join(f'{m[o] * 1e3:10.1f}' for o in CONTENDERS)
+                    + ' ' * 10
+                    + ''.join(f'{m["ours"] / m[o]:10.2f}' for o in others)
+                )
+        if mb in SIZES:
+            missed += [
+                f'{mb} MB: {what} takes {medians[what]["ours"] / medians[what][o]:.2f} of {o}, the target is {r:.2f}'
+                for what, o, r in TARGETS
+                if medians[what]['ours'] > r * medians[what][o]
+            ]
+    if args.json:
+        args.json.write_text(
+            json.dumps(dict(medians=results, missing=MISSING, torch=torch.__version__, cpus=os.cpu_count()), indent=1)
+        )
+    for o in missed:
+        print('missed:', o)
     unknown = [o for o in SIZES if o not in results]
-    for o in unknown: print(f'not measured: {o} MB, for which there are targets')
-    if not missed and not unknown: print('\nAll targets are met.')
-    if args.check and (missed or unknown): sys.exit(1)
+    for o in unknown:
+        print(f'not measured: {o} MB, for which there are targets')
+    if not missed and not unknown:
+        print('\nAll targets are met.')
+    if args.check and (missed or unknown):
+        sys.exit(1)
 
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -3,12 +3,13 @@
     python docs/make.py      # or `python docs/make.py -`, which prints it
 
 What is said comes from the code. The examples are the bodies of the functions in `examples.py`, by name."""
+
 from __future__ import annotations
 import inspect, sys, textwrap, warnings
 from pathlib import Path
 
 warnings.filterwarnings('ignore', module='torch|tqdm')
-import fastai.basics # noqa: F401
+import fastai.basics  # noqa: F401
 from fastcore.docments import docments
 
 import examples, fastai_ddp_callbacks
@@ -21,52 +22,90 @@ HEAD = '''# Every name
 The examples run as they stand, on one process or on two where it says `2 ranks`; `learn` is a small `Learner` with the metric `accuracy`, `other_model` a model with another shape.
 '''
 SECTIONS = dict(
-    context='Train', tracker='Train', save_model='Train', stop='Train', resume='Train', patch='Stock names',
-    distributed='Ranks that meet', buckets='Ranks that meet', timeline='Who waited for whom', checkpoint='Files', weights='Files', errors='Errors')
-LEARNER = ('ddp_timeline', 'plot_ddp_timeline') # what `Learner` has more
+    context='Train',
+    tracker='Train',
+    save_model='Train',
+    stop='Train',
+    resume='Train',
+    patch='Stock names',
+    distributed='Ranks that meet',
+    buckets='Ranks that meet',
+    timeline='Who waited for whom',
+    checkpoint='Files',
+    weights='Files',
+    errors='Errors',
+)
+LEARNER = ('ddp_timeline', 'plot_ddp_timeline')  # what `Learner` has more
 _EMPTY = inspect.Parameter.empty
 
-def kind(o): return o.__module__.rpartition('.')[2]
+
+def kind(o):
+    return o.__module__.rpartition('.')[2]
+
 
 def prose(o):
     "The docstring: a first paragraph that may break anywhere, as Markdown does."
     return '\n\n'.join(' '.join(p.split()) for p in inspect.getdoc(o).split('\n\n'))
 
+
 def call(name, f):
     "How it is called, without types."
-    def told(p): return ('**' if p.kind == p.VAR_KEYWORD else '') + p.name + ('' if p.default is _EMPTY else f'={p.default!r}')
+
+    def told(p):
+        return ('**' if p.kind == p.VAR_KEYWORD else '') + p.name + ('' if p.default is _EMPTY else f'={p.default!r}')
+
     return f"{name}({', '.join(told(p) for p in parameters(f).values())})"
+
 
 def parameters(f):
     "Its own: those that it passes on are another library's."
     code = getattr(inspect.unwrap(f), '__code__', None)
-    if code is None or not f.__module__.startswith('fastai_ddp_callbacks'): return {} # inherited: none of its own
-    own = {*code.co_varnames[:code.co_argcount+code.co_kwonlyargcount]} - {'self'}
-    res = {k:v for k,v in inspect.signature(f).parameters.items() if k in own}
-    return {**res, 'kwargs':inspect.Parameter('kwargs', inspect.Parameter.VAR_KEYWORD)} if code.co_flags & inspect.CO_VARKEYWORDS else res
+    if code is None or not f.__module__.startswith('fastai_ddp_callbacks'):
+        return {}  # inherited: none of its own
+    own = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {'self'}
+    res = {k: v for k, v in inspect.signature(f).parameters.items() if k in own}
+    return (
+        {**res, 'kwargs': inspect.Parameter('kwargs', inspect.Parameter.VAR_KEYWORD)}
+        if code.co_flags & inspect.CO_VARKEYWORDS
+        else res
+    )
 
-def cell(text): return str(text).replace('|', '\\|')
+
+def cell(text):
+    return str(text).replace('|', '\\|')
+
 
 def table(f):
     "What each parameter is, and what is given back."
     told = docments(f, full=True, returns=True)
-    rows = [(f'`{k}`', p.default, told[k]['docment']) for k,p in parameters(f).items() if told.get(k, {}).get('docment')]
-    if told.get('return') and told['return']['docment']: rows.append(('gives', _EMPTY, told['return']['docment']))
-    if not rows: return ''
-    body = ''.join(f'| {k} | {"" if d is _EMPTY else f"`{d!r}`"} | {cell(" ".join(text.split()))} |\n' for k,d,text in rows)
+    rows = [
+        (f'`{k}`', p.default, told[k]['docment']) for k, p in parameters(f).items() if told.get(k, {}).get('docment')
+    ]
+    if told.get('return') and told['return']['docment']:
+        rows.append(('gives', _EMPTY, told['return']['docment']))
+    if not rows:
+        return ''
+    body = ''.join(
+        f'| {k} | {"" if d is _EMPTY else f"`{d!r}`"} | {cell(" ".join(text.split()))} |\n' for k, d, text in rows
+    )
     return f'\n| parameter | default | what it is |\n|---|---|---|\n{body}'
+
 
 def example(name):
     f = getattr(examples, name)
     lines = inspect.getsource(f).splitlines()
-    body = textwrap.dedent('\n'.join(lines[next(i for i,o in enumerate(lines) if o.startswith('def '))+1:]))
+    body = textwrap.dedent('\n'.join(lines[next(i for i, o in enumerate(lines) if o.startswith('def ')) + 1 :]))
     return f"\n```python{' 2 ranks' if getattr(f, 'two', False) else ''}\n{body.strip()}\n```\n"
 
+
 def section(name, o, title=None):
-    if isinstance(o, type): f = o.__init__ if not issubclass(o, Exception) else None
-    else: f = o
+    if isinstance(o, type):
+        f = o.__init__ if not issubclass(o, Exception) else None
+    else:
+        f = o
     how = f'\n`{call(title or name, f)}`\n' if f else f'\nA `{o.__mro__[1].__name__}`.\n'
     return f'\n### `{name}`\n{how}\n{prose(o)}\n{table(f) if f else ""}{example(name)}'
+
 
 def page():
     found = {}
@@ -76,9 +115,14 @@ def page():
     for name in LEARNER:
         found[SECTIONS['timeline']].append(section(name, getattr(fastai.basics.Learner, name), f'learn.{name}'))
     names = ', '.join(f'`{o}`' for o in patch.__all__)
-    found[SECTIONS['patch']] = [f'\n### `fastai_ddp_callbacks.patch`\n\n{prose(patch).split(": ")[0].split(":")[0]}: {names}.\n{example("patch")}']
+    found[SECTIONS['patch']] = [
+        f'\n### `fastai_ddp_callbacks.patch`\n\n{prose(patch).split(": ")[0].split(":")[0]}: {names}.\n{example("patch")}'
+    ]
     return HEAD + ''.join(f'\n## {o}\n' + ''.join(found[o]) for o in dict.fromkeys(SECTIONS.values()))
 
+
 if __name__ == '__main__':
-    if sys.argv[1:] == ['-']: sys.stdout.write(page())
-    else: Path(__file__).with_name('api.md').write_text(page())
+    if sys.argv[1:] == ['-']:
+        sys.stdout.write(page())
+    else:
+        Path(__file__).with_name('api.md').write_text(page())

@@ -1,4 +1,5 @@
 "Which process this is, in words that another one can read, and whether a process still lives."
+
 from __future__ import annotations
 import hashlib, os, socket
 from functools import lru_cache
@@ -7,27 +8,37 @@ from functools import lru_cache
 @lru_cache(1)
 def host() -> str:
     "Eight letters that two processes share if they can see each other's process number."
-    try: space = os.readlink('/proc/self/ns/pid')
-    except OSError: space = ''
+    try:
+        space = os.readlink('/proc/self/ns/pid')
+    except OSError:
+        space = ''
     return hashlib.blake2b(f'{socket.gethostname()} {space}'.encode(), digest_size=4).hexdigest()
 
+
 def alive(
-    pid:int # of a process on this host
-) -> int|None: # what tells it from later ones of the same number (0: cannot be told); None if it is gone or a zombie
+    pid: int,  # of a process on this host
+) -> int | None:  # what tells it from later ones of the same number (0: cannot be told); None if it is gone or a zombie
     "The start time of a process, as far as it lives."
     try:
-        with open(f'/proc/{pid}/stat') as f: fields = f.read().rpartition(')')[2].split()
+        with open(f'/proc/{pid}/stat') as f:
+            fields = f.read().rpartition(')')[2].split()
         return None if fields[0] in 'ZX' else int(fields[19])
-    except FileNotFoundError: pass # no such system, or somebody else's process is hidden
-    except ProcessLookupError: return None # it went between open and read
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return None
-    except PermissionError: return 0 # somebody else's, so alive
+    except FileNotFoundError:
+        pass  # no such system, or somebody else's process is hidden
+    except ProcessLookupError:
+        return None  # it went between open and read
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return 0  # somebody else's, so alive
     return 0
 
+
 def lives(
-    pid:int, # of a process on this host
-    start:int # its start time, as `alive` gave it
+    pid: int,  # of a process on this host
+    start: int,  # its start time, as `alive` gave it
 ) -> bool:
     "Whether it is still that process."
     return alive(pid) in (start, 0)
