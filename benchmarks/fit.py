@@ -43,10 +43,11 @@ if lightning:
 if lightning:
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx, loading
-from fastai_ddp_callbacks.checkpoint import write_checkpoint
-from fastai_ddp_callbacks.weights import model_state
-from fastai_ddp_callbacks.writer import Writer
+from fastai_ddp_callbacks import DDPSaveModelCallback, ddp_ctx
+from fastai_ddp_callbacks.training import loading
+from fastai_ddp_callbacks.checkpoint.file import write_checkpoint
+from fastai_ddp_callbacks.checkpoint.state import model_state
+from fastai_ddp_callbacks.checkpoint.background import Writer
 
 SIZES, FIT_MB, EPOCHS = (100, 500), 100, 5  # MB for which the targets of a stall hold; of the whole fits
 TARGETS = {  # at most

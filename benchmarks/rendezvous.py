@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 
-import fastai_ddp_callbacks.distributed as ours
+import fastai_ddp_callbacks.distributed.collectives as ours
 
 TARGETS = [  # ours, other, at most, at these world sizes
     ('barrier', 'dist.barrier', 1.7, None),

@@ -31,8 +31,8 @@ with warnings.catch_warnings():
     except ImportError:
         lightning = None
 
-from fastai_ddp_callbacks.checkpoint import read_checkpoint, write_checkpoint
-from fastai_ddp_callbacks.weights import load_model_state, model_state
+from fastai_ddp_callbacks.checkpoint.file import read_checkpoint, write_checkpoint
+from fastai_ddp_callbacks.checkpoint.state import load_model_state, model_state
 
 SIZES = 100, 500  # MB, for which the targets hold
 TARGETS = [  # what, of which other, at most

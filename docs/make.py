@@ -28,11 +28,11 @@ SECTIONS = dict(
     stop='Train',
     resume='Train',
     patch='Stock names',
-    distributed='Ranks that meet',
-    buckets='Ranks that meet',
+    collectives='Ranks that meet',
+    tensors='Ranks that meet',
     timeline='Who waited for whom',
-    checkpoint='Files',
-    weights='Files',
+    file='Files',
+    state='Files',
     errors='Errors',
 )
 LEARNER = ('ddp_timeline', 'plot_ddp_timeline')  # what `Learner` has more

@@ -3,56 +3,54 @@
 The same names under both lines of fastai. What needs fastai is imported when it is first asked for."""
 
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import buckets, checkpoint, distributed, errors, weights
-from .buckets import *
+from . import checkpoint, distributed, errors
 from .checkpoint import *
 from .distributed import *
 from .errors import *
-from .weights import *
+from .installed import fastai_line
 
 if TYPE_CHECKING:  # what `__getattr__` brings, for editors
-    from .context import *
-    from .resume import *
-    from .save_model import *
-    from .stop import *
+    from .fastai2.context import *
+    from .fastai2.resume import *
+    from .fastai2.save_model import *
+    from .fastai2.stop import *
+    from .fastai2.tracker import *
     from .timeline import plot_timeline as plot_timeline, waits_by_name as waits_by_name, waits_by_rank as waits_by_rank
-    from .tracker import *
 
 __version__ = '0.1.0'
 
-_BOTH = dict(plot_timeline='timeline', waits_by_name='timeline', waits_by_rank='timeline')
-_V2 = dict(
-    DDPTrackerCallback='tracker',
-    DDPEarlyStoppingCallback='tracker',
-    DDPReduceLROnPlateau='tracker',
-    DDPSaveModelCallback='save_model',
-    DDPTerminateOnNaNCallback='stop',
-    DDPStopCallback='stop',
-    DDPResumeCallback='resume',
-    ddp_ctx='context',
-    **_BOTH,
+_BOTH = dict.fromkeys(('plot_timeline', 'waits_by_name', 'waits_by_rank'), 'timeline')
+_FASTAI2 = dict(
+    DDPTrackerCallback='fastai2.tracker',
+    DDPEarlyStoppingCallback='fastai2.tracker',
+    DDPReduceLROnPlateau='fastai2.tracker',
+    DDPSaveModelCallback='fastai2.save_model',
+    DDPTerminateOnNaNCallback='fastai2.stop',
+    DDPStopCallback='fastai2.stop',
+    DDPResumeCallback='fastai2.resume',
+    ddp_ctx='fastai2.context',
 )
-_V1 = dict.fromkeys((*(o for o in _V2 if o != 'DDPStopCallback'), 'DDPReduceLROnPlateauCallback'), 'fastai1') | dict(
-    DDPResumeCallback='resume1', **_BOTH
+_FASTAI1 = dict(
+    DDPTrackerCallback='fastai1.callbacks',
+    DDPEarlyStoppingCallback='fastai1.callbacks',
+    DDPReduceLROnPlateau='fastai1.callbacks',
+    DDPReduceLROnPlateauCallback='fastai1.callbacks',
+    DDPSaveModelCallback='fastai1.callbacks',
+    DDPTerminateOnNaNCallback='fastai1.callbacks',
+    DDPResumeCallback='fastai1.resume',
+    ddp_ctx='fastai1.callbacks',
 )
-_fastai = find_spec('fastai')  # not imported by this
-_callbacks = (
-    _V1
-    if _fastai and not any(Path(o, 'learner.py').exists() for o in _fastai.submodule_search_locations or ())
-    else _V2
-)
+_callbacks = {**(_FASTAI1 if fastai_line() == 1 else _FASTAI2), **_BOTH}
 
-__all__ = [*errors.__all__, *distributed.__all__, *buckets.__all__, *checkpoint.__all__, *weights.__all__, *_callbacks]
+__all__ = [*errors.__all__, *distributed.__all__, *checkpoint.__all__, *_callbacks]
 
 
 def __getattr__(name):
     if name not in _callbacks:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    if not _fastai:
+    if fastai_line() is None:
         raise ImportError(f'{name} needs fastai: pip install fastai')
     return getattr(import_module(f'.{_callbacks[name]}', __name__), name)
 

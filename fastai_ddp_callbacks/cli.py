@@ -3,7 +3,9 @@
 from __future__ import annotations
 import argparse, os, sys
 
-from . import __version__, demo, doctor, files
+from . import __version__
+from .demo import race as demo
+from .commands import doctor, files
 
 __all__ = ['main']
 

@@ -5,14 +5,14 @@ each other within DDP's own exchange of gradients is no rendezvous, and not seen
 
 from __future__ import annotations
 import math, re
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np, pandas as pd
 
-from . import distributed
-from .distributed import all_gather, run_on_main, say
+from .distributed import collectives as distributed
+from .distributed.collectives import all_gather, run_on_main, say
 from .errors import DDPError
+from .installed import fastai_line
 
 __all__ = ['timeline', 'waits_by_name', 'waits_by_rank', 'plot_timeline', 'straggler_line']
 
@@ -339,7 +339,7 @@ def _shortened(name, where):
 
 # -- fastai 2
 
-if find_spec('fastai') and find_spec('fastai.learner'):
+if fastai_line() == 2:
     from fastai.basics import Learner, patch
 
     @patch

@@ -5,7 +5,8 @@ import ctypes, os, tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from fastai_ddp_callbacks import checkpoint, loading
+from fastai_ddp_callbacks.checkpoint import file as checkpoint
+from fastai_ddp_callbacks.training import loading
 
 _libc = ctypes.CDLL(None)
 NEW_MOUNTS, NEW_NAMES, NEW_NET = 0x20000, 0x4000000, 0x40000000  # namespaces of this process, for `unshare`

@@ -8,7 +8,7 @@ from fastai.basics import Callback, set_seed
 from fastai.test_utils import synth_learner
 
 from fastai_ddp_callbacks import rank
-from fastai_ddp_callbacks.save_model import DDPSaveModelCallback
+from fastai_ddp_callbacks.fastai2.save_model import DDPSaveModelCallback
 from observed import Observes
 
 

@@ -2,7 +2,8 @@
 
 import time
 
-from fastai_ddp_callbacks import loading, rank
+from fastai_ddp_callbacks.training import loading
+from fastai_ddp_callbacks import rank
 
 
 class Observes:

@@ -7,7 +7,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from fastai.basics import Callback  # noqa: E402
 
 from fastai_ddp_callbacks import DDPResumeCallback, DDPSaveModelCallback, ddp_ctx, rank, world_size  # noqa: E402
-from fastai_ddp_callbacks.environment import process_group  # noqa: E402
+from fastai_ddp_callbacks.training.process_group import process_group  # noqa: E402
 from learners import digest  # noqa: E402
 from resuming import learner  # noqa: E402
 

@@ -10,7 +10,8 @@ import numpy as np, torch
 from fastai.basics import Callback, CancelEpochException, Datasets, Learner, Transform, nn, set_seed
 from fastai.callback.schedule import fine_tune, fit_flat_cos, fit_one_cycle  # noqa: F401 (they patch Learner)
 
-from fastai_ddp_callbacks import ddp_ctx, rank, resume
+from fastai_ddp_callbacks import ddp_ctx, rank
+from fastai_ddp_callbacks.fastai2 import resume
 from fastai_ddp_callbacks.errors import Preempted, RankFailedError
 from learners import digest
 from ranks import report, run, values

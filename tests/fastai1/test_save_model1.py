@@ -6,14 +6,8 @@ from pathlib import Path
 import pytest, torch
 from fastai.callbacks.tracker import SaveModelCallback, TrackerCallback
 
-from fastai_ddp_callbacks import (
-    DDPSaveModelCallback,
-    DDPTrackerCallback,
-    fastai1,
-    rank,
-    read_metadata,
-    verify_checkpoint,
-)
+from fastai_ddp_callbacks import DDPSaveModelCallback, DDPTrackerCallback, rank, read_metadata, verify_checkpoint
+from fastai_ddp_callbacks.fastai1 import callbacks as fastai1
 from learners1 import Hook, Observed, Records, digest, fit, learner, mae
 from ranks import run, values
 

@@ -2,8 +2,9 @@
 
 import pytest, torch
 
-from fastai_ddp_callbacks import fastai1, rank, read_metadata
-from fastai_ddp_callbacks.fastai1 import (
+from fastai_ddp_callbacks.fastai1 import callbacks as fastai1
+from fastai_ddp_callbacks import rank, read_metadata
+from fastai_ddp_callbacks.fastai1.callbacks import (
     DDPEarlyStoppingCallback,
     DDPReduceLROnPlateau,
     DDPSaveModelCallback,

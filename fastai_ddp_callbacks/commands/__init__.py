@@ -1,0 +1,1 @@
+"What `fastai-ddp COMMAND` runs."

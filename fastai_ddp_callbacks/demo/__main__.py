@@ -1,0 +1,8 @@
+"`python -m fastai_ddp_callbacks.demo`."
+
+import sys
+
+from .race import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"The callbacks for fastai 2."

@@ -1,0 +1,98 @@
+"""fastai 2: ways to end training that all ranks go at the same batch.
+
+What a rank sees in one batch, all ranks know in the next: the ranks tell each other in the background, and nobody waits.
+It costs one small message to each other rank per batch, which is under way while the next batch is computed."""
+
+from __future__ import annotations
+
+import torch
+from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.tracker import TerminateOnNaNCallback
+
+from ..distributed.batch_flag import BatchFlag
+from ..distributed.collectives import broadcast, say, world_size
+from .tracker import in_validation
+
+__all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
+
+
+class _StopTogether(Callback):
+    "Ends the fit of all ranks one batch after one of them wants to; at once where there is only one."
+
+    order, _training = -9, False
+
+    def before_fit(self):
+        "Take no part in `lr_find` and `get_preds`."
+        self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
+        if not in_validation():
+            self._training = False
+
+    def before_train(self):
+        if not self._training:
+            self._flag = BatchFlag(self.name)
+        self._training = True
+
+    def after_batch(self):
+        "Say whether to stop, hear who wanted to in the batch before."
+        if not self._training:
+            return  # in `validate`
+        ranks = self._flag.exchange(self._wants_to_stop())
+        if ranks:
+            self._explain(ranks)
+            raise CancelFitException()
+
+    def after_fit(self):
+        "Leave nothing under way."
+        if in_validation():
+            return
+        ranks, self._training = self._flag.read() if self._training else [], False
+        if ranks:
+            self._explain(ranks)
+
+
+class DDPTerminateOnNaNCallback(_StopTogether, TerminateOnNaNCallback):
+    """A `TerminateOnNaNCallback` that stops all ranks at the same batch, whichever of them had a loss of NaN or infinity.
+
+    With several ranks that is the batch after. The loss is looked at as stock does, so no device is waited for that stock
+    does not wait for."""
+
+    name = 'terminate_on_na_n'
+
+    def _wants_to_stop(self):
+        return not bool(torch.isfinite(self.loss).all())
+
+    def _explain(self, ranks):
+        where = f' on rank {", ".join(map(str, ranks))}' if world_size() > 1 else ''
+        say(f'Epoch {self.epoch}: loss is NaN or infinite{where}, terminating training.')
+
+
+class DDPStopCallback(_StopTogether):
+    """Lets code on any rank ask for a stop: `learn.ddp_stop.ask('why')`. All ranks leave at the same batch, and whatever is
+    due at the end of training is done: the best model is loaded, `at_end` saves."""
+
+    name, reason, _asked = 'ddp_stop', None, None  # `reason`: why the last fit was stopped, the same on all ranks
+
+    def before_train(self):
+        if not self._training:
+            self.reason = None
+        super().before_train()
+
+    def after_fit(self):
+        super().after_fit()
+        if not in_validation():
+            self._asked = None  # of this fit, which is over
+
+    def ask(
+        self,
+        reason='no reason given',  # for the message; str
+    ):
+        "Ask for a stop. Can be called at any time, from a callback, another thread or a signal handler."
+        self._asked = str(reason)
+
+    def _wants_to_stop(self):
+        return self._asked is not None
+
+    def _explain(self, ranks):
+        self.reason = broadcast(self._asked, ranks[0], f'{self.name}: why')
+        self._asked = None
+        say(f'Stopped in epoch {self.epoch}, as rank {ranks[0]} asked for: {self.reason}')

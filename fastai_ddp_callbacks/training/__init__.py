@@ -1,0 +1,1 @@
+"What the callbacks of both fastai lines share. Imports no fastai."
