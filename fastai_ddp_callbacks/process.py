@@ -15,7 +15,7 @@ def host() -> str:
     return hashlib.blake2b(f'{socket.gethostname()} {space}'.encode(), digest_size=4).hexdigest()
 
 
-def alive(
+def start_time(
     pid: int,  # of a process on this host
 ) -> int | None:  # what tells it from later ones of the same number (0: cannot be told); None if it is gone or a zombie
     "The start time of a process, as far as it lives."
@@ -36,9 +36,9 @@ def alive(
     return 0
 
 
-def lives(
+def is_same_process(
     pid: int,  # of a process on this host
     start: int,  # its start time, as `alive` gave it
 ) -> bool:
     "Whether it is still that process."
-    return alive(pid) in (start, 0)
+    return start_time(pid) in (start, 0)

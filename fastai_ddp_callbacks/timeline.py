@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np, pandas as pd
 
 from .distributed import collectives as distributed
-from .distributed.collectives import all_gather, run_on_main, say
+from .distributed.collectives import all_gather, run_on_main, print_on_main
 from .errors import DDPError
 from .installed import fastai_line
 
-__all__ = ['timeline', 'waits_by_name', 'waits_by_rank', 'plot_timeline', 'straggler_line']
+__all__ = ['timeline', 'waits_by_name', 'waits_by_rank', 'plot_timeline', 'straggler_summary']
 
 _NEAR = 51  # rendezvous by which a clock is judged: it may drift in a day
 _WORTH = 0.1, 1.0  # part of a fit, and seconds, from which on waiting is told of
@@ -106,7 +106,7 @@ def waits_by_rank(
 # -- one line after a fit
 
 
-def straggler_line(
+def straggler_summary(
     begin: int,  # of the fit, by `time.time_ns()` of rank 0
     end: int,  # of the fit
 ) -> str | None:  # on rank 0; None on the others, and if there is nothing to tell
@@ -165,7 +165,7 @@ def plot_timeline(
     If it cannot draw or save, all ranks raise, as `run_on_main` does."""
     table, fig = timeline(), None
     if not len(table):
-        return say('There is no timeline to draw: this process has met no other rank.')
+        return print_on_main('There is no timeline to draw: this process has met no other rank.')
 
     def draw():
         nonlocal fig

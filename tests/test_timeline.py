@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from fastai_ddp_callbacks import agree, barrier, ddp_ctx, rank, run_on_main
 from fastai_ddp_callbacks import timeline as module
 from fastai_ddp_callbacks.errors import DDPError, RankFailedError
-from fastai_ddp_callbacks.timeline import plot_timeline, straggler_line, timeline, waits_by_name, waits_by_rank
+from fastai_ddp_callbacks.timeline import plot_timeline, straggler_summary, timeline, waits_by_name, waits_by_rank
 from learners import Observed, learner
 from ranks import run, values
 from test_notebooks import client_for
@@ -202,7 +202,7 @@ def line(scenario, n, *args):
         barrier('before')
         begin = time.time_ns()
         scenario(*args)
-        return straggler_line(begin, time.time_ns())
+        return straggler_summary(begin, time.time_ns())
 
     return values(run(told, n))
 
@@ -260,13 +260,13 @@ def test_what_was_before_the_fit_does_not_count():
         barrier('before')
         begin = time.time_ns()
         barrier('end')
-        return straggler_line(begin, time.time_ns())
+        return straggler_summary(begin, time.time_ns())
 
     assert values(run(scenario, 2)) == [None, None]
 
 
 def test_where_nobody_met_there_is_no_line():
-    assert straggler_line(0, time.time_ns()) is None
+    assert straggler_summary(0, time.time_ns()) is None
     assert line(lambda: None, 2) == [None, None]
 
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from .state import mapped, tensors_of
+from .state import tree_map, tensors_of
 
 __all__ = ['Writer']
 
@@ -101,7 +101,7 @@ class Writer:
                 side = self._streams.setdefault(o.device, torch.cuda.Stream(o.device))
                 side.wait_stream(o)
                 stack.enter_context(torch.cuda.stream(side))
-            copy = mapped(state, filled)
+            copy = tree_map(state, filled)
         ready = [self._streams[o.device].record_event() for o in training]
         for o in training:
             o.wait_stream(

@@ -20,7 +20,7 @@ from ..errors import (
     NewerCheckpointError,
     UnsafeCheckpointError,
 )
-from ..process import alive, host, lives
+from ..process import start_time, host, is_same_process
 from ..distributed.progress import Progress
 from .safety import allowed, refuse_inflating, refuse_unsafe
 from .state import size_of
@@ -91,7 +91,7 @@ def temporary_beside(
 ) -> Path:  # in the same folder
     "A name that nobody else uses, for a file that is swept once this process has gone."
     pid = os.getpid()
-    return path.with_name(f'.{path.name[:40]}.{host()}-{pid}-{alive(pid)}-{secrets.token_hex(8)}.writing')
+    return path.with_name(f'.{path.name[:40]}.{host()}-{pid}-{start_time(pid)}-{secrets.token_hex(8)}.writing')
 
 
 def _open_beside(path):
@@ -113,7 +113,11 @@ def _sweep(folder, now):
         found = [(o, m) for o in entries if (m := _TEMPORARY.fullmatch(o.name)) and o.is_file(follow_symlinks=False)]
     for entry, m in found:
         try:
-            dead = not lives(int(m[2]), int(m[3])) if m[1] == host() else now - entry.stat().st_mtime > _ABANDONED
+            dead = (
+                not is_same_process(int(m[2]), int(m[3]))
+                if m[1] == host()
+                else now - entry.stat().st_mtime > _ABANDONED
+            )
             if dead:
                 os.unlink(entry.path)
         except (FileNotFoundError, PermissionError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .file import temporary_beside, write_error
 from ..errors import CheckpointInUseError
-from ..process import alive, host, lives
+from ..process import start_time, host, is_same_process
 
 __all__ = ['Lock']
 
@@ -39,7 +39,7 @@ class Lock:
             host=host(),
             name=socket.gethostname(),
             pid=pid,
-            start=alive(pid),
+            start=start_time(pid),
             job=os.environ.get('TORCHELASTIC_RUN_ID', 'none'),
             id=secrets.token_hex(8),
         )
@@ -120,7 +120,7 @@ def _parsed(data):
 
 def _holds(owner, me, path, mine):
     if owner.get('host') == me['host']:
-        return owner['pid'] != me['pid'] and lives(owner['pid'], owner['start'])
+        return owner['pid'] != me['pid'] and is_same_process(owner['pid'], owner['start'])
     if owner.get('job', 'none') != 'none' and owner['job'] == me['job']:
         return False  # rank 0 of an earlier try, restarted on another host
     return mine.stat().st_mtime - path.stat().st_mtime < _FRESH  # both by the clock of the disk

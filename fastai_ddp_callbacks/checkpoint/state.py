@@ -10,19 +10,19 @@ from ..errors import MismatchedCheckpointError
 __all__ = ['model_state', 'load_model_state']
 
 
-def plain(
+def to_builtin(
     o,  # a state of an optimizer, say
 ):  # the same in types that torch loads safely
     "numpy's numbers as Python's; lists and tensors of any class as lists and tensors."
     if isinstance(o, dict):
-        return {k: plain(v) for k, v in o.items()}
+        return {k: to_builtin(v) for k, v in o.items()}
     if isinstance(o, torch.Tensor):
         return o.detach() if type(o).__module__.startswith('torch') else o.detach().as_subclass(torch.Tensor)
     if isinstance(o, (np.generic, np.ndarray)):
         return o.tolist()
     if isinstance(o, tuple):
-        return tuple(map(plain, o))
-    return o if isinstance(o, (str, bytes)) or not hasattr(o, '__iter__') else list(map(plain, o))
+        return tuple(map(to_builtin, o))
+    return o if isinstance(o, (str, bytes)) or not hasattr(o, '__iter__') else list(map(to_builtin, o))
 
 
 def tensors_of(o) -> list:
@@ -36,13 +36,13 @@ def tensors_of(o) -> list:
     ]
 
 
-def mapped(o, f, kinds=torch.Tensor):
+def tree_map(o, f, kinds=torch.Tensor):
     "`o` with `f` of each tensor (or of what else is of one of `kinds`) in its dicts and lists."
     if isinstance(o, kinds):
         return f(o)
     if isinstance(o, dict):
-        return {k: mapped(v, f, kinds) for k, v in o.items()}
-    return type(o)(mapped(v, f, kinds) for v in o) if isinstance(o, (list, tuple)) else o
+        return {k: tree_map(v, f, kinds) for k, v in o.items()}
+    return type(o)(tree_map(v, f, kinds) for v in o) if isinstance(o, (list, tuple)) else o
 
 
 def size_of(o) -> int:
@@ -50,15 +50,15 @@ def size_of(o) -> int:
     return sum(t.nbytes for t in tensors_of(o) if t.layout == torch.strided)
 
 
-def own(
+def detached_copy(
     o,  # what `read_checkpoint` gave, or a part of it
     device='cpu',  # where to put it
 ):  # the same with tensors of its own, which do not need the file
     "Copy tensors out of the mapped file."
-    return mapped(o, lambda t: t.to(device, copy=True))
+    return tree_map(o, lambda t: t.to(device, copy=True))
 
 
-def bare(model):
+def unwrap_model(model):
     "The model inside wrappers for distribution and compilation."
     while True:
         inner = getattr(model, '_orig_mod', None) or (model.module if isinstance(model, _WRAPPERS) else None)
@@ -77,8 +77,8 @@ def _plain_name(key):
 def model_state(model) -> dict:
     "The state dict of a model, wrapped or not, with the names that the bare model has."
     return {
-        re.sub(r'(^|(?<=\.))_orig_mod\.', '', k): plain(v) if isinstance(v, torch.Tensor) else v
-        for k, v in bare(model).state_dict().items()
+        re.sub(r'(^|(?<=\.))_orig_mod\.', '', k): to_builtin(v) if isinstance(v, torch.Tensor) else v
+        for k, v in unwrap_model(model).state_dict().items()
     }
 
 
@@ -88,12 +88,12 @@ def load_model_state(
     path='',  # the file that it comes from, for messages
 ) -> None:
     "Copy `state` into `model`; `MismatchedCheckpointError`, with the model unchanged, if names or shapes differ."
-    bare(model).load_state_dict(fitting(model, state, path))
+    unwrap_model(model).load_state_dict(matched_state(model, state, path))
 
 
-def fitting(model, state, path=''):
+def matched_state(model, state, path=''):
     "`state` under the names that the bare model has. `MismatchedCheckpointError` if names or shapes differ."
-    own = bare(model).state_dict()
+    own = unwrap_model(model).state_dict()
     if not isinstance(state, dict) or not all(isinstance(k, str) for k in state):
         raise MismatchedCheckpointError(
             f'{path or "The checkpoint"} does not fit this model: it does not hold tensors by name.', path

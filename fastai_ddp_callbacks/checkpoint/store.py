@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .file import read_metadata, temporary_beside, verify_checkpoint, write_checkpoint, write_error
-from ..distributed.collectives import say
+from ..distributed.collectives import print_on_main
 from ..errors import CheckpointError, CheckpointWriteError
 from .lock import Lock
 
@@ -235,7 +235,7 @@ class Store:
                 if o.checksum == state['file'] or o.checksum not in state['files']:
                     verify_checkpoint(o.path)
             except CheckpointError as e:
-                say(str(e), warn=True)
+                print_on_main(str(e), warn=True)
             else:
                 whole.append(o)
         return whole
@@ -281,7 +281,7 @@ class Store:
                 default=None,
             )
             value = self.best.value if self.best else worst
-            say(
+            print_on_main(
                 f"The best model of the run that goes on, with {state['monitor']} value {state['value']}, is no longer there: "
                 + (
                     f'the best that is left, with {value}, takes its place.'

@@ -26,11 +26,15 @@ __all__ = [
     'agree',
     'broadcast',
     'all_gather',
-    'together',
+    'all_or_none',
     'run_on_main',
     'main_process_only',
     'run_once_per_node',
     'once_per_node',
+    'no_collectives',
+    'propagate_failure',
+    # their names in 0.1, until 0.3
+    'together',
     'no_barrier',
     'reports_failure',
     'get_timeout',
@@ -216,12 +220,12 @@ def all_gather(
             o[: row.bits]
             for o, row in zip(meeting.control.swap(outcome.data, longest, meeting.place, meeting.timeout), rows)
         ]
-    with reports_failure(meeting.place):
+    with propagate_failure(meeting.place):
         return [pickle.loads(o) for o in found]
 
 
 @contextmanager
-def together(
+def all_or_none(
     name: str | None = None,  # what the block does, the same on all ranks; by default where it stands in the code
     timeout: float
     | timedelta
@@ -240,7 +244,7 @@ def together(
     shared.values = [decode(o.kind, o.bits) for o in meeting.meet(outcome)]
 
 
-def say(
+def print_on_main(
     text: str,  # one line for the user
     warn: bool = False,  # whether as a warning
 ) -> None:
@@ -310,7 +314,7 @@ def once_per_node(func: _Function) -> _Function:
 
 
 @contextmanager
-def no_barrier() -> Iterator[bool]:
+def no_collectives() -> Iterator[bool]:
     """Marks code that branches on the rank; gives whether this is rank 0: `with no_barrier() as on_main: if on_main: ...`.
 
     A barrier, broadcast or agreement inside would wait for ranks that never come: it raises `BarrierInBranchError` at
@@ -324,7 +328,7 @@ def no_barrier() -> Iterator[bool]:
 
 
 @contextmanager
-def reports_failure(
+def propagate_failure(
     place: str | None = None,  # what this rank is doing, for the others' message; by default the line that raises
 ) -> Iterator[None]:
     """Whatever leaves this block as an exception (`KeyboardInterrupt` and `SystemExit` too) is told to the other ranks:
@@ -495,7 +499,7 @@ class _Meeting:
             yield outcome
         else:
             since = self.control.marks
-            with reports_failure(self.place):  # what is more urgent than to wait for the others (KeyboardInterrupt)
+            with propagate_failure(self.place):  # what is more urgent than to wait for the others (KeyboardInterrupt)
                 try:
                     yield outcome
                 except Exception as e:
@@ -517,7 +521,7 @@ class _Meeting:
             if o.kind == BYTES and not data:
                 data = self.control.send(outcome.data, o.bits, r, self.place, self.timeout)
             if r == src:
-                with reports_failure(self.place):
+                with propagate_failure(self.place):
                     result = pickle.loads(data) if data else decode(o.kind, o.bits)
         return result
 
@@ -567,3 +571,6 @@ def _agreed_leader(meeting):
     if all(0 <= o <= r and local[r - o] == 0 for r, o in enumerate(local)):
         return meeting.control.rank - local[meeting.control.rank]
     return meeting.control.node(meeting.place, meeting.timeout)[0]
+
+
+together, no_barrier, reports_failure = all_or_none, no_collectives, propagate_failure  # their names in 0.1, until 0.3

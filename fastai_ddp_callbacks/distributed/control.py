@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 
 from ..errors import BarrierMismatchError, BarrierTimeoutError, DDPError, RankFailedError
 from .failure import TEXT, describe, pack
-from ..process import alive, host, lives
+from ..process import start_time, host, is_same_process
 
 NOTHING, BOOL, INT, FLOAT, BYTES, FAILED = range(6)  # what a row carries
 _FIRST_LOOK, _SLOWEST_LOOK = 0.05, 0.5  # seconds between looks at the store while waiting
@@ -103,7 +103,7 @@ class Control:
         self.group = self.pending = self.neighbours = self.failure = None
         self.host = f'host/{host()}'
         self.store.set(
-            f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, alive(self.pid)])
+            f'{self.host}/{self.store.add(self.host, 1)}', json.dumps([self.rank, self.pid, start_time(self.pid)])
         )
         self.last = None  # the last place where all met, and when
         self.record = deque(
@@ -474,7 +474,7 @@ class Control:
 
     def _dead(self):
         "The ranks on this host whose process is gone."
-        return [r for r, pid, start in self._neighbours() if not lives(pid, start)]
+        return [r for r, pid, start in self._neighbours() if not is_same_process(pid, start)]
 
     def _seen(self):
         if self.last is None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 
 from .control import INT
-from .collectives import _call, _Meeting, rank, reports_failure
+from .collectives import _call, _Meeting, rank, propagate_failure
 from .progress import Progress
 
 __all__ = ['broadcast_tensors']
@@ -37,7 +37,7 @@ def broadcast_tensors(
     ]  # a copy of those with gaps
     pieces = [(o, i, min(i + _BUCKET, o.nbytes)) for o in flat for i in range(0, o.nbytes, _BUCKET)]
     sent = 0
-    with reports_failure(meeting.place), Progress(f'sending {name or "tensors"}') as bar:
+    with propagate_failure(meeting.place), Progress(f'sending {name or "tensors"}') as bar:
         for bucket in _gathered(pieces):
             data = torch.empty(sum(j - i for _, i, j in bucket), dtype=torch.uint8)
             if rank() == src:

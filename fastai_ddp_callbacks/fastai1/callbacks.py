@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.batch_flag import BatchFlag
 from ..checkpoint.file import read_metadata
-from ..distributed.collectives import _tell, agree, rank, reports_failure, run_on_main, say, world_size
+from ..distributed.collectives import _tell, agree, rank, propagate_failure, run_on_main, print_on_main, world_size
 from ..training.process_group import process_group
 from ..training.loading import load_everywhere
 from ..checkpoint.store import Store
-from ..timeline import straggler_line
+from ..timeline import straggler_summary
 from ..distributed.wire import REDUCTIONS
-from ..checkpoint.state import model_state, plain, size_of
+from ..checkpoint.state import model_state, to_builtin, size_of
 
 __all__ = [
     'DDPTrackerCallback',
@@ -212,7 +212,7 @@ class DDPEarlyStoppingCallback(_Patient, EarlyStoppingCallback):
         super().__init__(learn, monitor, mode, reduce, min_delta=abs(min_delta), patience=patience)
 
     def _act(self, epoch):
-        say(f'Epoch {epoch}: early stopping')
+        print_on_main(f'Epoch {epoch}: early stopping')
         return {'stop_training': True}
 
 
@@ -239,7 +239,7 @@ class DDPReduceLROnPlateauCallback(_Patient, ReduceLROnPlateauCallback):
             return
         self.opt.lr *= self.factor
         self.wait = 0
-        say(f'Epoch {epoch}: reducing lr to {self.opt.lr}')
+        print_on_main(f'Epoch {epoch}: reducing lr to {self.opt.lr}')
 
 
 DDPReduceLROnPlateau = DDPReduceLROnPlateauCallback  # as it is called with fastai 2
@@ -313,15 +313,15 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         name = f'{self.name}_{epoch - 1}'
         found = run_on_main(self._find, (name,))
         if found is None:
-            return say(f'Model {name} not found.')
+            return print_on_main(f'Model {name} not found.')
         load_everywhere(self.learn.model, *found, self._load_opt)
-        say(f'Loaded {name}')
+        print_on_main(f'Loaded {name}')
 
     def _decide(self, epoch):
         if self.every == 'epoch':
             self._save(epoch)
         elif self._is_best(val := self.get_monitor_value()):
-            say(f'Better model found at epoch {epoch} with {self.monitor} value: {val}.')
+            print_on_main(f'Better model found at epoch {epoch} with {self.monitor} value: {val}.')
             self.best = val
             self._save(epoch, float(val))
 
@@ -330,7 +330,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             return
         best = self._store.best
         if best is None:
-            return say(
+            return print_on_main(
                 f'No model was saved during this fit, as {self.monitor} never improved: the weights stay as training left them, '
                 'and a file of an earlier run is not loaded.',
                 warn=True,
@@ -348,7 +348,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         self.last_saved_path = Path(saved.path)
 
     def _write(self, epoch, value):
-        opt = plain(
+        opt = to_builtin(
             self.learn.opt.state_dict()
         )  # `learn.load` of fastai 1 leaves it to torch, which refuses numpy's numbers since 2.6
         meta = dict(epoch=epoch, monitor=self.monitor, value=value, world_size=world_size(), fastai=version('fastai'))
@@ -360,7 +360,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         try:
             self.learn.opt.load_state_dict(rest['opt'])  # which puts each tensor where its parameter is
         except ValueError as e:  # as after unfreezing
-            say(f'The saved optimizer state does not fit this optimizer and was left out: {e}', warn=True)
+            print_on_main(f'The saved optimizer state does not fit this optimizer and was left out: {e}', warn=True)
 
 
 class DDPTerminateOnNaNCallback(TerminateOnNaNCallback):
@@ -402,7 +402,7 @@ class DDPTerminateOnNaNCallback(TerminateOnNaNCallback):
         self.stop = bool(ranks)
         where = f' on rank {", ".join(map(str, ranks))}' if world_size() > 1 else ''
         if ranks:
-            say(f'{when}: Invalid loss{where}, terminating training.')
+            print_on_main(f'{when}: Invalid loss{where}, terminating training.')
         return self.stop
 
 
@@ -419,9 +419,9 @@ class _Watch(LearnerCallback):
             self._begun = time.time_ns()
 
     def on_train_end(self, exception=False, **kwargs):
-        line = straggler_line(self._begun, time.time_ns()) if self._begun and not exception else None
+        line = straggler_summary(self._begun, time.time_ns()) if self._begun and not exception else None
         if line:
-            say(line)
+            print_on_main(line)
         self._begun = None
 
 
@@ -475,7 +475,7 @@ def ddp_ctx(
 
     Uses the default process group, or makes it where a launcher has set the stage. Whatever is raised inside is told to
     the other ranks, and the learner is restored: model, data loaders and callbacks."""
-    with process_group(learn.data.device), reports_failure():
+    with process_group(learn.data.device), propagate_failure():
         if world_size() == 1 or any(isinstance(o, _DDPTrainer) for o in learn.callbacks):
             yield learn
         else:

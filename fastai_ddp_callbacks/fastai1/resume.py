@@ -11,11 +11,11 @@ from fastai.callback import CallbackHandler
 from fastai.callbacks.general_sched import GeneralScheduler
 from fastai.callbacks.one_cycle import OneCycleScheduler
 
-from ..distributed.collectives import all_gather, rank, run_on_main, say, together, world_size
+from ..distributed.collectives import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
 from .callbacks import DDPTrackerCallback, _handled, _is_fit
 from ..training.random_state import random_state, restore_random
-from ..training.resume_files import Before, ResumeFiles, load, named, offers, progress
-from ..checkpoint.state import model_state, plain, size_of
+from ..training.resume_files import EarlierFits, ResumeFiles, load, callback_keys, is_stateful, progress
+from ..checkpoint.state import model_state, to_builtin, size_of
 
 __all__ = ['DDPResumeCallback']
 
@@ -69,7 +69,7 @@ class DDPResumeCallback(LearnerCallback):
             False,
             _callbacks_of_fit(),
         )
-        self._earlier = Before.of(self.learn, self.name)  # the learner counts, as each fit may have a new callback
+        self._earlier = EarlierFits.of(self.learn, self.name)  # the learner counts, as each fit may have a new callback
         self._files = ResumeFiles(self.learn.path / self.learn.model_dir, self._earlier.name(self.name), self.keep)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._callbacks)
@@ -85,7 +85,7 @@ class DDPResumeCallback(LearnerCallback):
     def _go_on(self, pbar, path, checksum, meta):
         kept = load(self.learn.model, path, checksum, lambda rest: self._check_kind(path, rest['training']))
         state, self._finished = kept['training'], meta['finished']
-        with together(f'resume from {path}'):
+        with all_or_none(f'resume from {path}'):
             self.learn.opt.load_state_dict(kept['opt'])
             self.learn.opt.lr = self.learn.opt.read_val('lr')
             for k in _HISTORY:
@@ -96,9 +96,9 @@ class DDPResumeCallback(LearnerCallback):
             if rank() < len(state['ranks']):
                 restore_random(state['ranks'][rank()])
         over = self._finished or state['stopped'] or meta['epoch'] >= self._n_epochs
-        say(f'{path}: going on after {progress(meta)}' + (', with nothing left to train.' if over else '.'))
+        print_on_main(f'{path}: going on after {progress(meta)}' + (', with nothing left to train.' if over else '.'))
         if world_size() != len(state['ranks']):
-            say(
+            print_on_main(
                 f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: not as a fit that was not interrupted.',
                 warn=True,
             )
@@ -146,7 +146,7 @@ class DDPResumeCallback(LearnerCallback):
             if exception or _handled() != self._before:
                 return
             if self._cut:
-                return say(
+                return print_on_main(
                     f'{type(self).__name__}: stopped in the midst of epoch {epoch - 1}. Started again, the fit goes on from what was saved before.'
                 )
             if not self._finished:
@@ -161,14 +161,16 @@ class DDPResumeCallback(LearnerCallback):
 
     def _save(self, epoch, iteration, finished=False, stopped=False):
         recorder = {
-            k: plain([o.tolist() if isinstance(o, torch.Tensor) else o for o in getattr(self.learn.recorder, k, [])])
+            k: to_builtin(
+                [o.tolist() if isinstance(o, torch.Tensor) else o for o in getattr(self.learn.recorder, k, [])]
+            )
             for k in _HISTORY
         }
         state = dict(
             recorder=recorder,
             stopped=bool(stopped),
             plan=self._plan,
-            callbacks={k: plain(cb.state_dict()) for k, cb in self._offering()},
+            callbacks={k: to_builtin(cb.state_dict()) for k, cb in self._offering()},
             ranks=all_gather(random_state(), 'random states'),
         )
         run_on_main(self._write, (state, epoch, iteration, finished))
@@ -190,7 +192,7 @@ class DDPResumeCallback(LearnerCallback):
             write(
                 {
                     'model': model_state(self.learn.model),
-                    'opt': plain(self.learn.opt.state_dict()),
+                    'opt': to_builtin(self.learn.opt.state_dict()),
                     'training': training,
                 }
             )
@@ -198,7 +200,7 @@ class DDPResumeCallback(LearnerCallback):
 
     def _offering(self):
         "Callbacks that say what they need to go on, by class and number."
-        return named(filter(offers, self._callbacks))
+        return callback_keys(filter(is_stateful, self._callbacks))
 
 
 def _callbacks_of_fit():
@@ -228,7 +230,7 @@ def _plan(opt, callbacks) -> dict:
             plan[k] = v[0] if all(o == v[0] for o in v) else v
     for o in cycles:
         plan['one-cycle schedule'] = ', '.join(
-            f'{k}={plain(getattr(o, k))}' for k in ('lr_max', 'moms', 'div_factor', 'pct_start', 'final_div')
+            f'{k}={to_builtin(getattr(o, k))}' for k in ('lr_max', 'moms', 'div_factor', 'pct_start', 'final_div')
         )
     if phases:
         plan['phases'], plan[_LENGTHS] = (
@@ -238,7 +240,7 @@ def _plan(opt, callbacks) -> dict:
             ],
             [p.length for p in phases],
         )
-    return {k: str(plain(v)) for k, v in plan.items()}
+    return {k: str(to_builtin(v)) for k, v in plan.items()}
 
 
 def _hypers(group):

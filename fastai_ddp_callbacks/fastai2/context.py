@@ -13,10 +13,10 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import delegates, get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.collectives import broadcast, rank, reports_failure, say, world_size
+from ..distributed.collectives import broadcast, rank, propagate_failure, print_on_main, world_size
 from ..training.process_group import process_group
 from .metrics import ExactAverages
-from ..timeline import straggler_line
+from ..timeline import straggler_summary
 
 __all__ = ['ddp_ctx']
 
@@ -126,7 +126,7 @@ def ddp_ctx(
     Whatever is raised inside is told to the other ranks, and the learner is restored: model, data loaders, progress bar
     and logger."""
     device = torch.device(learn.dls.device or 'cpu')
-    with process_group(device), reports_failure():
+    with process_group(device), propagate_failure():
         if learn._grab_cbs(_DDPTrainer):
             yield learn
         elif world_size() == 1:
@@ -173,9 +173,9 @@ def _watched(learn, undo):
                 if hasattr(type(cb), 'fit_failed'):
                     cb.fit_failed()
             raise
-        line = straggler_line(begun, time.time_ns())
+        line = straggler_summary(begun, time.time_ns())
         if line:
-            say(line)
+            print_on_main(line)
         return res
 
     learn._with_events = watched

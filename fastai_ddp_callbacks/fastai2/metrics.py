@@ -10,7 +10,7 @@ import torch
 from fastai.learner import AvgLoss, AvgMetric, Metric
 from fastai.torch_core import Tensor, apply, find_bs
 
-from ..distributed.collectives import all_gather, together
+from ..distributed.collectives import all_gather, all_or_none
 
 __all__ = ['ExactAverages']
 
@@ -43,7 +43,9 @@ class ExactAverages:
         )  # before any fit there is no epoch
         names = [[name for name, _ in o] for o in told]
         if any(o != names[0] for o in names):
-            with together('metrics that differ'):  # all ranks come here, and raise: none hears of it from another one
+            with all_or_none(
+                'metrics that differ'
+            ):  # all ranks come here, and raise: none hears of it from another one
                 raise ValueError(
                     'The ranks have different metrics:\n'
                     + ''.join(f'  rank {r}: {", ".join(o)}\n' for r, o in enumerate(names))

@@ -11,13 +11,13 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.collectives import all_gather, rank, run_on_main, say, together, world_size
+from ..distributed.collectives import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
 from ..errors import CheckpointError, Preempted
-from ..training.preemption import Asked
-from ..training.resume_files import Before, ResumeFiles, load, progress
+from ..training.preemption import SignalWatch
+from ..training.resume_files import EarlierFits, ResumeFiles, load, progress
 from .rest_of_epoch import Stage, train_on_rest
 from .resume_state import check_kind, number, own_state, plan, restore_own, restore_shared, shared_state, sizes
-from ..checkpoint.state import model_state, plain, size_of
+from ..checkpoint.state import model_state, to_builtin, size_of
 from ..checkpoint.background import Writer
 
 __all__ = ['DDPResumeCallback']
@@ -74,13 +74,13 @@ class DDPResumeCallback(Callback):
         )
         self.fname, self.resume, self.background, self.exit_status = fname, resume, background, exit_status
         self._before, self._active, self._trained, self._within, self._files, self._writer, self._asked = (
-            Before(),
+            EarlierFits(),
             False,
             False,
             0,
             None,
             Writer(),
-            Asked(),
+            SignalWatch(),
         )
 
     def __setattr__(self, name, value):
@@ -106,7 +106,7 @@ class DDPResumeCallback(Callback):
         self._within += self._active  # `validate` within a fit
         if not self.run or self._active or not frame:
             return  # `validate` begins with this event too
-        with together('DDPResumeCallback: whether it can save this fit'):
+        with all_or_none('DDPResumeCallback: whether it can save this fit'):
             self._check_fit()
         self._active, self._finished, self._first, self._rows, self._stages, self._state, self._checked = (
             True,
@@ -124,14 +124,14 @@ class DDPResumeCallback(Callback):
             (self.learn, vars(self.learn).get('_with_events')),
         )
         self._before = max(
-            Before.of(self.learn, self.fname), self._before, key=lambda o: o.fits
+            EarlierFits.of(self.learn, self.fname), self._before, key=lambda o: o.fits
         )  # another callback may have seen the fit before
         self._files = ResumeFiles(self.learn.path / self.learn.model_dir, self._before.name(self.fname), self.keep)
         self._kind = plan(self.learn)
         found = run_on_main(self._find)
         if found:
             self._go_on(*found)
-        self._asked = Asked()
+        self._asked = SignalWatch()
         self._asked.watch()
 
     def _check_fit(self):
@@ -155,7 +155,7 @@ class DDPResumeCallback(Callback):
         try:
             self._writer.wait()  # what an earlier fit, which has raised, had under way
         except CheckpointError as e:
-            say(f'In the fit before: {e}', warn=True)
+            print_on_main(f'In the fit before: {e}', warn=True)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
         return self._files.find(
             size,
@@ -174,7 +174,7 @@ class DDPResumeCallback(Callback):
         kept = load(self.learn.model, path, checksum, fits)
         state = self._state = kept['training']
         self._opt = kept['opt']
-        with together(f'resume from {path}'):
+        with all_or_none(f'resume from {path}'):
             self.learn.opt.load_state_dict(to_device(kept['opt'], next(self.learn.model.parameters()).device))
             restore_shared(self.learn, state, meta['finished'])
             self._finished, self._first, self._rows = (
@@ -201,19 +201,19 @@ class DDPResumeCallback(Callback):
             )
             if self._files.store.run in _ended:
                 other += ' It is the fit of another learner of this process: this one is not trained.'  # rank 0 knows, and tells
-            return say(
+            return print_on_main(
                 f"{path}: this fit has come to its end before. Nothing is trained, its weights are loaded.{other} To train, give it another fname, or resume='never'.",
                 warn=bool(other),
             )
-        say(f'Going on after {progress(meta)}, with {path}.')
+        print_on_main(f'Going on after {progress(meta)}, with {path}.')
         if world_size() != len(state['ranks']):
-            say(
+            print_on_main(
                 f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: batches and random numbers will not be those of a fit that was '
                 'not interrupted.',
                 warn=True,
             )
         if then != now:
-            say(
+            print_on_main(
                 f'{path} was saved with {then} samples and samples per batch, and goes on with {now}: not as a fit that was not interrupted.',
                 warn=True,
             )
@@ -302,7 +302,7 @@ class DDPResumeCallback(Callback):
         "All ranks meet and tell: whether one is to leave; whether rank 0 wants to save, and in how many batches to meet again."
         now, (before, then) = time.monotonic(), self._checked or (n, 0)
         batches, self._checked = max(1, min(int(_LOOK * (n - before) / max(now - then, 1e-6)), _BATCHES)), (n, now)
-        with together('resume: whether to save or to leave') as ranks:
+        with all_or_none('resume: whether to save or to leave') as ranks:
             ranks.value = bool(self._asked.by) | self._late() << 1 | batches << 2
         main = ranks.values[0]
         self._check_at = n + (main >> 2)
@@ -340,12 +340,12 @@ class DDPResumeCallback(Callback):
         if len(self._rows) < len(self.recorder.values):
             self._rows.append([number(o) for o in self.recorder.log])  # early stopping came first
         if self._cut:
-            say(
+            print_on_main(
                 f'{type(self).__name__}: stopped in the midst of epoch {self.epoch}. Started again, the fit goes on from what was saved before.'
             )
         if not self._finished and not self._cut:
             self._save(self.n_epoch, 0, finished=True)
-        with together('resume: whether to leave') as ranks:
+        with all_or_none('resume: whether to leave') as ranks:
             ranks.value = bool(self._asked.by)  # the save may have taken its time
         if not self._cut:
             self._before = self._before.and_this(
@@ -395,7 +395,7 @@ class DDPResumeCallback(Callback):
         )
         state = {
             'model': model_state(self.learn.model),
-            'opt': plain(self.learn.opt.state_dict()),
+            'opt': to_builtin(self.learn.opt.state_dict()),
             'training': training,
         }
         others = [t for o in self.learn.cbs if isinstance(w := vars(o).get('_writer'), Writer) for t in w.under_way]

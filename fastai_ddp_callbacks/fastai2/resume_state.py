@@ -9,11 +9,11 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.distributed import DistributedDL
 
-from ..distributed.collectives import say
-from ..training.resume_files import named, offers
+from ..distributed.collectives import print_on_main
+from ..training.resume_files import callback_keys, is_stateful
 from ..training.random_state import nested, random_state, restore_random
 from .tracker import DDPTrackerCallback
-from ..checkpoint.state import plain
+from ..checkpoint.state import to_builtin
 
 __all__ = ['number', 'shared_state', 'restore_shared', 'own_state', 'restore_own', 'loaders']
 
@@ -30,8 +30,8 @@ def shared_state(
         values=[list(map(number, o)) for o in rec.values],
         lrs=_numbers(rec.lrs),
         iters=list(rec.iters),
-        losses=torch.stack([plain(o).cpu() for o in rec.losses]) if rec.losses else None,
-        smooth_loss=plain(sm.val).cpu(),
+        losses=torch.stack([to_builtin(o).cpu() for o in rec.losses]) if rec.losses else None,
+        smooth_loss=to_builtin(sm.val).cpu(),
         count=sm.count,
     )
     scaler = getattr(learn, 'scaler', None)
@@ -43,7 +43,7 @@ def shared_state(
         train_iter=learn.train_iter,
         recorder=recorder,
         scaler=scaler and scaler.state_dict(),
-        callbacks={k: s for k, cb in named(learn.cbs) if (s := _state(cb)) is not None},
+        callbacks={k: s for k, cb in callback_keys(learn.cbs) if (s := _state(cb)) is not None},
     )
 
 
@@ -66,7 +66,7 @@ def restore_shared(
     learn.pct_train, learn.train_iter = state['pct_train'], state['train_iter']
     if state['scaler'] and getattr(learn, 'scaler', None):
         learn.scaler.load_state_dict(state['scaler'])
-    cbs, kept = {k: cb for k, cb in named(learn.cbs) if _has_state(cb)}, state['callbacks']
+    cbs, kept = {k: cb for k, cb in callback_keys(learn.cbs) if _has_state(cb)}, state['callbacks']
     for k, cb in cbs.items():  # in one order on all ranks, as a callback may meet them here
         if k in kept:
             _restore(cb, dict(kept[k], finished=finished) if isinstance(cb, DDPTrackerCallback) else kept[k])
@@ -76,7 +76,7 @@ def restore_shared(
         if o
     ]
     if others and not finished:
-        say(f'The fit that goes on had other callbacks: {"; ".join(others)}.', warn=True)
+        print_on_main(f'The fit that goes on had other callbacks: {"; ".join(others)}.', warn=True)
 
 
 def sizes(learn) -> list:
@@ -99,7 +99,7 @@ def plan(learn) -> list:
     scheduled = [k for k, _ in curves]  # of which an interrupted fit leaves some value behind
     return [
         [
-            [[k, repr(plain(v))] for k, v in sorted(h.items()) if k not in scheduled]
+            [[k, repr(to_builtin(v))] for k, v in sorted(h.items()) if k not in scheduled]
             for h in getattr(learn.opt, 'hypers', [])
         ],
         curves,
@@ -133,7 +133,7 @@ def check_kind(learn, opt, state, now):
         raise ValueError(
             "the fit to go on with trained other parameters: call `freeze` or `unfreeze` as before, or give this fit another fname, or resume='never' to start anew."
         )
-    for k, cb in named(learn.cbs):
+    for k, cb in callback_keys(learn.cbs):
         was = state['callbacks'].get(k, {})
         if isinstance(cb, TrackerCallback) and was.get('monitor', cb.monitor) != cb.monitor:
             raise ValueError(
@@ -142,12 +142,12 @@ def check_kind(learn, opt, state, now):
 
 
 def _has_state(cb):
-    return offers(cb) or isinstance(cb, (ParamScheduler, TrackerCallback))
+    return is_stateful(cb) or isinstance(cb, (ParamScheduler, TrackerCallback))
 
 
 def _state(cb):
-    if offers(cb):
-        return plain(cb.state_dict())
+    if is_stateful(cb):
+        return to_builtin(cb.state_dict())
     if isinstance(cb, ParamScheduler):
         return {k: _numbers(v) for k, v in cb.hps.items()}
     if isinstance(cb, TrackerCallback):
@@ -155,7 +155,7 @@ def _state(cb):
 
 
 def _restore(cb, state):
-    if offers(cb):
+    if is_stateful(cb):
         return cb.load_state_dict(state)
     if isinstance(cb, ParamScheduler):
         cb.hps = {k: v.tolist() for k, v in state.items()}
@@ -192,7 +192,7 @@ def own_state(learn) -> dict:
     "The random states of this rank."
     return dict(
         random_state(),
-        loaders=[plain(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')],
+        loaders=[to_builtin(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')],
         orders=[torch.tensor(list(o.items.idxs)) for o in _reordering(learn)],
     )
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
 
-from ..distributed.collectives import barrier, reports_failure, run_on_main, say, world_size
+from ..distributed.collectives import barrier, propagate_failure, run_on_main, print_on_main, world_size
 from ..errors import CheckpointError, CheckpointWriteError, MismatchedCheckpointError
 from ..training.loading import load_everywhere
 from ..checkpoint.safety import refuse_unsafe
 from ..checkpoint.store import Saved, Store, check_name, delete
 from .tracker import DDPTrackerCallback, in_validation
-from ..checkpoint.state import model_state, plain, size_of
+from ..checkpoint.state import model_state, to_builtin, size_of
 from ..checkpoint.background import Writer
 
 __all__ = ['DDPSaveModelCallback']
@@ -31,12 +31,12 @@ def _several(cb):
 def _targets(cb):
     "The files that a callback writes, as far as they can be told before."
     name = str(cb.fname)
-    plain = '{' in name or not _several(cb)
+    one = '{' in name or not _several(cb)
     return {
         os.path.normpath(o)
         for o in (
-            name if plain or cb.at_end else None,
-            None if plain else f'{name}_{{epoch}}',
+            name if one or cb.at_end else None,
+            None if one else f'{name}_{{epoch}}',
             getattr(cb, 'last', None),
         )
         if o
@@ -162,7 +162,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             for o in self.learn.cbs
             if isinstance(o, SaveModelCallback) and o is not self and _targets(o) & _targets(self)
         ]
-        with reports_failure(f'{self.name}.before_train'):
+        with propagate_failure(f'{self.name}.before_train'):
             if twins:
                 raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname (and a `last`) of its own.')
             if self._store is None:
@@ -184,7 +184,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             return
         self._writer.join()  # before another run may have the name
         if self._writer.error:
-            say(f'After the fit had failed: {self._writer.error}', warn=True)
+            print_on_main(f'After the fit had failed: {self._writer.error}', warn=True)
         self._store.release()
 
     def state_dict(self) -> dict:
@@ -216,7 +216,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             try:
                 saved = writer.wait()
             except CheckpointError as e:
-                say(str(e), warn=True)
+                print_on_main(str(e), warn=True)
             else:
                 for o in self._store.add(saved, self._due[0].best) if goes_on else ():
                     delete(o)
@@ -229,7 +229,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         except CheckpointWriteError as e:
             if self.on_error == 'raise':
                 raise
-            say(str(e), warn=True)
+            print_on_main(str(e), warn=True)
         return (
             (self._store.found_whole(self._resumed), None) if self._resumed else (self._store.files, self._store.best)
         )
@@ -243,7 +243,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _make_store(self):
         selective = self.keep_best or self.keep_last or (self.last or '{' in str(self.fname)) and not self.every_epoch
         fields = {k: 0.5 for k in sum(self._columns(), [])} | {'epoch': 0, 'iteration': 0}
-        with reports_failure(f'{self.name}.before_train'):
+        with propagate_failure(f'{self.name}.before_train'):
             check_name(self.fname, fields)
         self._store = Store(
             self.learn.path / self.learn.model_dir,
@@ -269,7 +269,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         else:
             self.new_best = self._trained = self._validated = False
         if self.new_best:
-            say(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
+            print_on_main(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
         among = (
             self._value is not None
             and (self.keep_best or 1) > 1
@@ -336,7 +336,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if self.on_error == 'warn':
             self._on_main(self._finished, True)  # all ranks must know what `best` is
         elif agrees:
-            with reports_failure(f'{self.name}.after_epoch'):
+            with propagate_failure(f'{self.name}.after_epoch'):
                 self._writer.check()
 
     def _note(self, outcomes):
@@ -347,7 +347,9 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                 self._store.add(o, due.best)
                 self.last_saved_path = Path(o.path)
             else:
-                say(f"Epoch {due.epoch}: {o} Training goes on without this checkpoint (on_error='warn').", warn=True)
+                print_on_main(
+                    f"Epoch {due.epoch}: {o} Training goes on without this checkpoint (on_error='warn').", warn=True
+                )
                 if due.best and self.best == due.value:  # the next better one is an improvement on what is on disk
                     self.best, self.new_best = self._store.best.value if self._store.best else self._worst(), False
 
@@ -355,7 +357,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         outcomes = self._finished()
         fields, state = self._fields(), model_state(self.learn.model)
         if self.with_opt and self.learn.opt is not None:
-            state = {'model': state, 'opt': plain(self.learn.opt.state_dict())}
+            state = {'model': state, 'opt': to_builtin(self.learn.opt.state_dict())}
         meta = dict(
             epoch=self.epoch,
             iteration=self.train_iter,
@@ -412,7 +414,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _load_best(self):
         best = self._store.best
         if best is None:
-            return say(
+            return print_on_main(
                 f'No {"best " if self._store.files else ""}model was saved during this fit, as {self.monitor} never improved (or no save succeeded): '
                 'the weights stay as training left them, and a file of an earlier run is not loaded.',
                 warn=True,

@@ -10,7 +10,7 @@ from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..distributed.batch_flag import BatchFlag
-from ..distributed.collectives import broadcast, say, world_size
+from ..distributed.collectives import broadcast, print_on_main, world_size
 from .tracker import in_validation
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
@@ -63,7 +63,7 @@ class DDPTerminateOnNaNCallback(_StopTogether, TerminateOnNaNCallback):
 
     def _explain(self, ranks):
         where = f' on rank {", ".join(map(str, ranks))}' if world_size() > 1 else ''
-        say(f'Epoch {self.epoch}: loss is NaN or infinite{where}, terminating training.')
+        print_on_main(f'Epoch {self.epoch}: loss is NaN or infinite{where}, terminating training.')
 
 
 class DDPStopCallback(_StopTogether):
@@ -95,4 +95,4 @@ class DDPStopCallback(_StopTogether):
     def _explain(self, ranks):
         self.reason = broadcast(self._asked, ranks[0], f'{self.name}: why')
         self._asked = None
-        say(f'Stopped in epoch {self.epoch}, as rank {ranks[0]} asked for: {self.reason}')
+        print_on_main(f'Stopped in epoch {self.epoch}, as rank {ranks[0]} asked for: {self.reason}')

@@ -11,7 +11,7 @@ from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, Tr
 from fastai.learner import Learner
 
 from .. import timeline  # noqa: F401 (gives it to Learner)
-from ..distributed.collectives import agree, reports_failure, say
+from ..distributed.collectives import agree, propagate_failure, print_on_main
 from ..training.process_group import hide_stray_environment, restore_environment
 from ..distributed.wire import REDUCTIONS
 
@@ -105,13 +105,13 @@ class DDPTrackerCallback(TrackerCallback):
     def _start(self):
         hide_stray_environment()
         names = sum(self._columns(), [])
-        with reports_failure(f'{self.name}.before_train'):
+        with propagate_failure(f'{self.name}.before_train'):
             if self.monitor not in names:
                 raise ValueError(
                     f'{type(self).__name__}(monitor={self.monitor!r}): no such column. The Recorder has {", ".join(names)}.'
                 )
         if self._guessed:
-            say(
+            print_on_main(
                 f'{type(self).__name__}: higher {self.monitor} is taken to be better. Pass comp=np.less if lower is, comp=np.greater '
                 'to say so.',
                 warn=True,
@@ -266,7 +266,7 @@ class DDPEarlyStoppingCallback(_Patient, EarlyStoppingCallback):
         super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, patience=patience)
 
     def _act(self):
-        say(f'No improvement since epoch {self.epoch - self.wait}: early stopping')
+        print_on_main(f'No improvement since epoch {self.epoch - self.wait}: early stopping')
         raise CancelFitException()
 
 
@@ -296,4 +296,4 @@ class DDPReduceLROnPlateau(_Patient, ReduceLROnPlateau):
         for h in self.opt.hypers:
             h['lr'] = max(h['lr'] / self.factor, self.min_lr)
         if self.opt.hypers[-1]['lr'] < before:
-            say(f'Epoch {self.epoch}: reducing lr to {self.opt.hypers[-1]["lr"]}')
+            print_on_main(f'Epoch {self.epoch}: reducing lr to {self.opt.hypers[-1]["lr"]}')

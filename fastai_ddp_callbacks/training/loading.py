@@ -9,9 +9,17 @@ import torch
 
 from ..distributed.tensors import broadcast_tensors
 from ..checkpoint.file import read_checkpoint, read_metadata
-from ..distributed.collectives import is_main_process, run_on_main, together
+from ..distributed.collectives import is_main_process, run_on_main, all_or_none
 from ..errors import CheckpointError, CorruptCheckpointError, UnequalWeightsError
-from ..checkpoint.state import bare, digest, fitting, load_model_state, mapped, own, tensors_of
+from ..checkpoint.state import (
+    unwrap_model,
+    digest,
+    matched_state,
+    load_model_state,
+    tree_map,
+    detached_copy,
+    tensors_of,
+)
 
 __all__ = ['load_everywhere']
 
@@ -38,14 +46,14 @@ def load_everywhere(
     write or to delete, before all have read. What goes wrong on one rank is raised on all (`CheckpointError`, on the
     others `RankFailedError`), and the model is then unchanged, unless a rank died while weights were sent.
     `UnequalWeightsError` if the ranks do not hold the same weights at the end."""
-    with together(f'before loading {path}') as ranks:  # nobody changes its model before all have found that they can
+    with all_or_none(f'before loading {path}') as ranks:  # nobody changes its model before all have found that they can
         state = (
             _fitting(model, read_checkpoint(path, checksum=checksum)[0], path, fits) if _sees(path, checksum) else None
         )
         ranks.value = state is not None
     if not all(ranks.values):
         state = _from_main(model, path, checksum, fits)
-    with together(f'load {path}') as ranks:
+    with all_or_none(f'load {path}') as ranks:
         _load(model, state, path, also)
         ranks.value = digest(model)
     if len(set(ranks.values)) > 1:
@@ -61,12 +69,12 @@ def _load(model, state, path, also):
     weights, rest = _parted(state)
     load_model_state(model, weights, path)
     if rest and also is not None:
-        also(own(rest))
+        also(detached_copy(rest))
 
 
 def _fitting(model, state, path, fits):
     weights, rest = _parted(state)
-    fitting(model, weights, path)
+    matched_state(model, weights, path)
     if rest and fits:
         fits(rest)
     return state
@@ -104,12 +112,12 @@ def _from_main(model, path, checksum, fits):
 
     def read():
         kept.append(read_checkpoint(path, checksum=checksum)[0])
-        return mapped(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype) if t.layout == torch.strided else t)
+        return tree_map(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype) if t.layout == torch.strided else t)
 
     outline = run_on_main(read)
-    with together(f'compare {path} to the model'):
+    with all_or_none(f'compare {path} to the model'):
         weights, rest = _parted(outline)
-        weights, targets = fitting(model, weights, path), bare(model).state_dict()
+        weights, targets = matched_state(model, weights, path), unwrap_model(model).state_dict()
         if rest and fits:
             fits(rest)
 
@@ -121,7 +129,7 @@ def _from_main(model, path, checksum, fits):
             )
 
         weights = {k: place(k, o) for k, o in weights.items()}
-        state = kept[0] if kept else {'model': weights, **mapped(rest, _empty, _Sent)} if rest else weights
+        state = kept[0] if kept else {'model': weights, **tree_map(rest, _empty, _Sent)} if rest else weights
     broadcast_tensors([o for o in tensors_of(state) if o.layout == torch.strided], name=f'weights of {path}')
     return state
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 import os, signal, threading
 
-__all__ = ['Asked']
+__all__ = ['SignalWatch']
 
 
-class Asked:
+class SignalWatch:
     """Notes SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) between `watch` and `release`, in the main thread, unless they are ignored.
 
     `by` is the name of the first that came. Handlers of others are called too. A second Ctrl-C interrupts at once."""
@@ -15,7 +15,7 @@ class Asked:
         self.by, self._before, self._over, self._pid = None, {}, False, os.getpid()
 
     def __reduce__(self):
-        return Asked, ()
+        return SignalWatch, ()
 
     def watch(self):
         if threading.current_thread() is not threading.main_thread():

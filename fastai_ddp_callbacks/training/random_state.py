@@ -5,7 +5,7 @@ import random
 
 import numpy as np, torch
 
-from ..checkpoint.state import plain
+from ..checkpoint.state import to_builtin
 
 __all__ = ['random_state', 'restore_random', 'nested']
 
@@ -15,7 +15,7 @@ def random_state() -> dict:
     name, keys, *rest = np.random.get_state(legacy=True)
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return dict(
-        python=plain(random.getstate()),
+        python=to_builtin(random.getstate()),
         numpy=[name, torch.from_numpy(np.asarray(keys, np.int64)), *rest],
         torch=torch.get_rng_state(),
         cuda=cuda,

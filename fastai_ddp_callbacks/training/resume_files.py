@@ -6,15 +6,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..checkpoint.file import read_metadata, verify_checkpoint
-from ..distributed.collectives import say, world_size
+from ..distributed.collectives import print_on_main, world_size
 from ..errors import CheckpointError, MismatchedCheckpointError
 from .loading import load_everywhere
 from ..checkpoint.store import Store, delete, in_order
 
-__all__ = ['Before', 'ResumeFiles', 'load', 'named', 'offers', 'progress']
+__all__ = ['EarlierFits', 'ResumeFiles', 'load', 'callback_keys', 'is_stateful', 'progress']
 
 
-class Before(NamedTuple):
+class EarlierFits(NamedTuple):
     "The fits of a learner and of one name that have come to their end in this process."
 
     fits: int = 0
@@ -30,7 +30,7 @@ class Before(NamedTuple):
 
     def and_this(self, learn, name, run, n_epoch, finished):
         "With one more, of that run, which may have been found finished."
-        now = Before(self.fits + 1, f'{run}, {n_epoch} epochs', self.trained or not finished)
+        now = EarlierFits(self.fits + 1, f'{run}, {n_epoch} epochs', self.trained or not finished)
         vars(learn).setdefault('_fits_done', {})[name] = tuple(
             now
         )  # `export` takes it along, to where this module may not be
@@ -78,7 +78,7 @@ class ResumeFiles:
             return None
         others = {o for o, m in metas.items() if m.get('after') != before.last}
         if max(metas, key=lambda o: metas[o]['sequence'], default=None) in others:
-            say(
+            print_on_main(
                 f'{self.store.folder / self.name}_*.pth come after another fit than the one that this comes after, which has been trained anew or for more epochs since: this fit starts anew.',
                 warn=True,
             )
@@ -89,7 +89,7 @@ class ResumeFiles:
                 o for o in damaged if _changed(o.path) > _changed(path)
             ]  # of older ones an earlier start has told
         for o in damaged:
-            say(
+            print_on_main(
                 f'{o} ' + ('The fit goes on with what was saved before it.' if path else 'Nothing before it is whole.'),
                 warn=True,
             )
@@ -185,7 +185,7 @@ def load(
     return kept
 
 
-def named(callbacks):
+def callback_keys(callbacks):
     "(name, callback) by class and by name of the file that it writes, and by number if there are several of one: what its state is filed under."
     seen = {}
     for cb in callbacks:
@@ -195,7 +195,7 @@ def named(callbacks):
         yield f'{name}-{seen[name]}', cb
 
 
-def offers(cb) -> bool:
+def is_stateful(cb) -> bool:
     "Whether a callback says what it needs to go on. Its class does: an instance has the model's `state_dict`, by delegation."
     return hasattr(type(cb), 'state_dict') and hasattr(type(cb), 'load_state_dict')
 

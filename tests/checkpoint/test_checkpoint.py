@@ -22,7 +22,7 @@ from fastai_ddp_callbacks import (
     write_checkpoint,
 )
 from fastai_ddp_callbacks.checkpoint import file as checkpoint
-from fastai_ddp_callbacks.checkpoint.state import plain
+from fastai_ddp_callbacks.checkpoint.state import to_builtin
 from learners import digest, learner
 from ranks import run, values
 from syscalls import traced
@@ -582,7 +582,7 @@ def test_a_checkpoint_with_an_optimizer_is_one_that_stock_fastai_loads(tmp_path)
     learn, other = learner(tmp_path), learner(tmp_path)
     learn.fit_one_cycle(1)
     path = tmp_path / 'models/x.pth'
-    write_checkpoint({'model': model_state(learn.model), 'opt': plain(learn.opt.state_dict())}, path)
+    write_checkpoint({'model': model_state(learn.model), 'opt': to_builtin(learn.opt.state_dict())}, path)
     assert torch.load(path, weights_only=True).keys() == {'model', 'opt'}
     other.create_opt()
     other.load('x', with_opt=True)

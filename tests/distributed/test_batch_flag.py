@@ -2,7 +2,7 @@
 
 import os, pickle, signal, time
 
-from fastai_ddp_callbacks import BarrierTimeoutError, RankFailedError, barrier, rank, reports_failure, set_timeout
+from fastai_ddp_callbacks import BarrierTimeoutError, RankFailedError, barrier, rank, propagate_failure, set_timeout
 from fastai_ddp_callbacks.distributed.batch_flag import BatchFlag
 from ranks import report, run, values
 
@@ -70,7 +70,7 @@ def test_who_waits_for_a_rank_that_failed_or_was_killed_hears_of_it():
             flag.exchange(False)
             if how == 'kill':
                 os.kill(os.getpid(), signal.SIGKILL)
-            with reports_failure():
+            with propagate_failure():
                 raise ValueError('boom on one')
         start = time.monotonic()
         try:

@@ -1,7 +1,7 @@
 "The rendezvous on real ranks: that they hold, what they carry, and what becomes of everyone when one rank does something else."
 
 from __future__ import annotations
-import ast, errno, math, os, pickle, signal, socket, subprocess, sys, threading, time, warnings
+import errno, math, os, pickle, signal, socket, subprocess, sys, threading, time, warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,14 @@ from fastai_ddp_callbacks import (
     is_local_main_process,
     is_main_process,
     main_process_only,
-    no_barrier,
+    no_collectives,
     once_per_node,
     rank,
-    reports_failure,
+    propagate_failure,
     run_on_main,
     run_once_per_node,
     set_timeout,
-    together,
+    all_or_none,
     world_size,
 )
 from fastai_ddp_callbacks.distributed import control, collectives as distributed
@@ -108,12 +108,12 @@ def fail(*args):
 
 
 def in_a_block():
-    with together('block'):
+    with all_or_none('block'):
         pass
 
 
 def failing(error=None, place=None):
-    with reports_failure(place):
+    with propagate_failure(place):
         raise error or ValueError('boom')
 
 
@@ -140,7 +140,7 @@ def healthy():
 
     def inside():  # on one rank only: nothing here waits for the others
         barrier('never')
-        with together('never'):
+        with all_or_none('never'):
             pass
         return (
             agree(r + 5, 'max'),
@@ -166,12 +166,12 @@ def healthy():
         barrier(name)
         held.append((entered, time.monotonic()))
     barrier()
-    with together('a block'):
+    with all_or_none('a block'):
         note('together')
-    with no_barrier() as on_main:
+    with no_collectives() as on_main:
         if on_main:
             note('branch')
-    with reports_failure('nothing'):
+    with propagate_failure('nothing'):
         note('reported')
 
     def slow_post(text='post'):
@@ -338,7 +338,7 @@ def test_with_a_group_and_after_a_failure_without_one_nobody_is_warned():
             if group:
                 return [f() for f, _ in UTILITIES.values()][1]
             try:
-                with reports_failure():
+                with propagate_failure():
                     raise KeyError('mine')
             except KeyError:
                 return 2
@@ -587,9 +587,9 @@ def test_in_one_process_exceptions_pass_through_unchanged():
         with pytest.raises(KeyError) as e:
             call()
         assert e.value is error
-    with pytest.raises(KeyError) as e, together():
+    with pytest.raises(KeyError) as e, all_or_none():
         oops()
-    with pytest.raises(KeyError) as e, reports_failure():
+    with pytest.raises(KeyError) as e, propagate_failure():
         oops()
     assert run_on_main(int, post_func=oops) == 0  # there is nobody but rank 0
     with pytest.raises(ValueError):
@@ -608,13 +608,13 @@ CALLS = dict(
     main_process_only=lambda: main_process_only(fail)(),
     run_once_per_node=lambda: run_once_per_node(fail),
     once_per_node=lambda: once_per_node(fail)(),
-    together=lambda: in_a_block(),
+    all_or_none=lambda: in_a_block(),
 )
 
 
 @pytest.mark.parametrize('name', CALLS)
 def test_a_rendezvous_in_a_branch_is_refused_in_one_process_too_and_says_how_to_mend_it(name):
-    with no_barrier() as on_main:
+    with no_collectives() as on_main:
         assert on_main
         with pytest.raises(BarrierInBranchError) as e:
             CALLS[name]()
@@ -629,28 +629,28 @@ def test_a_rendezvous_in_a_branch_is_refused_in_one_process_too_and_says_how_to_
 
 def test_no_barrier_ends_where_the_block_ends_however_it_ends():
     with pytest.raises(KeyError):
-        with no_barrier():
-            with no_barrier():
+        with no_collectives():
+            with no_collectives():
                 pass
             with pytest.raises(BarrierInBranchError):
                 barrier()
             raise KeyError
     barrier('allowed again')
-    with pytest.raises(BarrierInBranchError), no_barrier():
+    with pytest.raises(BarrierInBranchError), no_collectives():
         barrier()
     barrier('allowed again')
 
 
 def test_no_barrier_inside_run_on_main_is_harmless_and_run_on_main_inside_no_barrier_is_refused_before_it_runs():
     def branch():
-        with no_barrier() as on_main:
+        with no_collectives() as on_main:
             if on_main:
                 barrier('skipped')
         return agree(3)
 
     assert run_on_main(branch) == 3
     ran = []
-    with no_barrier(), pytest.raises(BarrierInBranchError):
+    with no_collectives(), pytest.raises(BarrierInBranchError):
         run_on_main(ran.append, [1])
     assert not ran
 
@@ -659,13 +659,13 @@ def test_an_exception_in_run_on_main_restores_the_state():
     def outer():
         with pytest.raises(ValueError):
             run_on_main(fail)
-        with no_barrier():
+        with no_collectives():
             barrier('still inside, so skipped')
         raise KeyError
 
     with pytest.raises(KeyError):
         run_on_main(outer)
-    with no_barrier(), pytest.raises(BarrierInBranchError):
+    with no_collectives(), pytest.raises(BarrierInBranchError):
         barrier('outside, so refused')
 
 
@@ -678,10 +678,10 @@ def in_a_thread(f):
 
 def test_what_a_thread_is_in_concerns_that_thread_only():
     def branch():
-        with no_barrier():
+        with no_collectives():
             return barrier()
 
-    with no_barrier():
+    with no_collectives():
         assert in_a_thread(barrier) is None
     assert type(run_on_main(in_a_thread, [branch])) is BarrierInBranchError  # the thread is not the section
     assert run_on_main(branch) is None
@@ -758,7 +758,7 @@ def test_names_that_are_long_odd_or_empty_are_told_apart_and_shown():
 def test_a_barrier_in_a_branch_raises_at_once_on_rank_0_and_the_others_hear_of_it_at_their_next_one():
     def scenario():
         barrier('start')
-        with no_barrier() as on_main:
+        with no_collectives() as on_main:
             first = timed(barrier, 'in the branch') if on_main else None
         second = None if on_main else timed(barrier, 'after the branch')
         return first, second, attempt(barrier, 'and on')
@@ -941,7 +941,7 @@ def test_work_of_all_ranks_that_raises_on_one_raises_on_all(where):
             return fail() if rank() == 1 else 'loaded'
 
         def block():
-            with together('load'):
+            with all_or_none('load'):
                 load()
 
         first = (
@@ -1010,7 +1010,7 @@ def test_a_failure_passes_through_several_blocks_and_is_told_once():
         barrier('start')
 
         def nested():
-            with reports_failure('outer'), together('middle'), reports_failure('inner'):
+            with propagate_failure('outer'), all_or_none('middle'), propagate_failure('inner'):
                 if rank() == 0:
                     fail()
                 barrier('next')
@@ -1044,7 +1044,7 @@ def test_an_exception_that_is_raised_once_more_is_told_once_more():
 def test_a_failure_that_is_known_passes_through_the_sections_around_it_on_all_ranks():
     def scenario():
         def nested():
-            with together('outer'), together('inner'):
+            with all_or_none('outer'), all_or_none('inner'):
                 run_on_main(fail)
 
         return (
@@ -1064,7 +1064,7 @@ def test_a_failure_that_is_known_passes_through_the_sections_around_it_on_all_ra
 def test_a_generator_that_is_closed_early_has_not_failed():
     def scenario():
         def batches():
-            with reports_failure():
+            with propagate_failure():
                 yield from range(3)
 
         barrier('start')
@@ -1288,7 +1288,7 @@ def test_a_network_error_in_training_is_not_hidden_when_rank_0_has_died(met):
             os.kill(os.getpid(), signal.SIGKILL)
 
         def training():
-            with reports_failure():
+            with propagate_failure():
                 dist.all_reduce(torch.ones(1))
 
         return attempt(training)
@@ -1323,7 +1323,7 @@ def test_a_network_error_of_a_rank_left_alone_is_raised_as_the_failure_that_caus
         barrier('start')
 
         def training():
-            with reports_failure():
+            with propagate_failure():
                 if rank() == 1:
                     raise ValueError('boom')
                 dist.all_reduce(torch.ones(1))
@@ -1371,7 +1371,7 @@ def test_after_a_failure_that_left_a_wait_behind_a_new_group_works():
         first = attempt(barrier, 'y', timeout=1) if rank() < 2 else None
         new_group()
         barrier('x')
-        with together('in the new group'):
+        with all_or_none('in the new group'):
             second = agree(rank(), 'max')
         return type(first).__name__, second
 

@@ -14,7 +14,7 @@ from fastai_ddp_callbacks import (
     barrier,
     ddp_ctx,
     is_local_main_process,
-    no_barrier,
+    no_collectives,
     rank,
     run_once_per_node,
 )
@@ -153,12 +153,12 @@ def test_a_local_rank_that_makes_no_sense_is_not_believed(local):
 
 def test_blocks_that_end_out_of_order_leave_nothing_behind():
     def generator():
-        with no_barrier():
+        with no_collectives():
             yield
 
     a = generator()
     next(a)
-    with no_barrier():
+    with no_collectives():
         a.close()
     barrier('fine')
 

@@ -7,7 +7,16 @@ from datetime import timedelta
 import cloudpickle, pytest, torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from fastai_ddp_callbacks import DDPError, agree, barrier, no_barrier, rank, reports_failure, run_on_main, set_timeout
+from fastai_ddp_callbacks import (
+    DDPError,
+    agree,
+    barrier,
+    no_collectives,
+    rank,
+    propagate_failure,
+    run_on_main,
+    set_timeout,
+)
 from ranks import run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that a rank need not import hypothesis
@@ -40,7 +49,7 @@ def mend():
 
 
 def branch(*calls):
-    with no_barrier() as on_main:
+    with no_collectives() as on_main:
         if on_main:
             [call() for call in calls]
 
@@ -117,7 +126,7 @@ def follow(program):
     "What comes of `program` on this rank: results by step, and the exception."
     said, error = [], None
     try:
-        with reports_failure():
+        with propagate_failure():
             for step in (*program, 'end'):
                 if step in MEET:
                     said.append([step, MEET[step][0]()])

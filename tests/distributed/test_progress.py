@@ -6,8 +6,8 @@ import nbformat, pytest
 
 from fastai_ddp_callbacks.distributed import progress
 from fastai_ddp_callbacks.distributed.progress import Progress
+from notebooks import client_for
 from ranks import run, values
-from test_notebooks import client_for
 
 
 @pytest.fixture

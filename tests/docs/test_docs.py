@@ -60,10 +60,10 @@ def execute(code, folder, name):
 
 def run_together(todo, folder, name):
     "Scenario: each block in turn."
-    from fastai_ddp_callbacks import together
+    from fastai_ddp_callbacks import all_or_none
 
     for line, code in todo:
-        with together(f'{name}:{line}'):
+        with all_or_none(f'{name}:{line}'):
             execute('\n' * line + code, f'{folder}/{line}', name)
 
 

@@ -1,42 +1,20 @@
 "The notebooks run from the first cell to the last on this Python, and what is stored in them comes from such a run."
 
 from __future__ import annotations
-import os, re, sys, time
+import os, re
 from pathlib import Path
 
 import nbformat, pytest
-from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpec
-from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
+
+from notebooks import client_for
 
 os.environ.setdefault(
     'RES_OPTIONS', 'timeout:1 attempts:1'
 )  # for the kernel: torch looks up the name of each peer, and the groups there wait 4 s
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / 'nbs').glob('*.ipynb'))
-LIMIT = 170  # seconds for a notebook
 each_notebook = pytest.mark.parametrize('file', NOTEBOOKS, ids=lambda o: o.stem)
-
-
-class ThisPython(AsyncKernelManager):
-    "A kernel that runs the Python of these tests, whatever kernels are installed for this user."
-
-    @property
-    def kernel_spec(self):
-        return KernelSpec(
-            argv=[sys.executable, '-m', 'ipykernel_launcher', '-f', '{connection_file}'], language='python'
-        )
-
-
-def client_for(nb, folder):
-    end = time.monotonic() + LIMIT  # for all cells together
-    return NotebookClient(
-        nb,
-        kernel_manager_class=ThisPython,
-        timeout_func=lambda cell: max(1, int(end - time.monotonic())),
-        resources={'metadata': {'path': str(folder)}},
-    )
 
 
 def plain(text):
