@@ -336,13 +336,15 @@ def propagate_failure(
 
     The exception itself goes on unchanged, with one exception: a network error of torch on a rank that was left alone by
     a failed one is raised as that rank's failure."""
-    since = _control.marks if _control is not None else 0
+    control = _control
+    since = control.marks if control is not None else 0
     try:
         yield
     except GeneratorExit:
         raise  # of a generator that is closed early, which is no failure
     except BaseException as e:
-        cause = _tell(e, place, since)
+        # each default group counts its own marks: those of the one before would hide that all ranks know of `e`
+        cause = _tell(e, place, since if _control is control else 0)
         if cause is not None:
             raise cause from e
         raise

@@ -189,8 +189,8 @@ make_learner().fit(1)
 
 def test_the_notebook_of_the_readme_trains_on_two_ranks_after_a_fit_in_one_process(tmp_path):
     (code,) = re.findall(r'^```python notebook\n(.*?)^```$', (ROOT / 'README.md').read_text(), re.MULTILINE | re.DOTALL)
-    begin, rest = code.split('\n\n', 1)
-    (tmp_path / 'notebook.py').write_text(f'{begin}\n{BEFORE}\n{rest}')
+    imports, train, rest = code.partition('\ndef train')
+    (tmp_path / 'notebook.py').write_text(imports + BEFORE + train + rest)
     env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
     with subprocess.Popen(
         [sys.executable, 'notebook.py'],
