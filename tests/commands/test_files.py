@@ -2,9 +2,10 @@
 
 import io, json, os, pickle, re, subprocess, sys, time
 
-import pytest, torch
+import pytest, torch, xxhash
 
-from fastai_ddp_callbacks.checkpoint import file as checkpoint
+from fastai_ddp_callbacks.checkpoint import archive as checkpoint
+from fastai_ddp_callbacks.checkpoint.atomic import temporary_beside
 from fastai_ddp_callbacks.commands import files
 from fastai_ddp_callbacks.checkpoint.file import read_metadata, verify_checkpoint, write_checkpoint
 from fastai_ddp_callbacks.cli import main
@@ -27,9 +28,9 @@ def with_text(path, text):
     "A checkpoint that is whole and has `text` where its metadata were: what a hostile writer can make."
     torch.save({'w': torch.ones(10)}, path)
     body, seal = path.read_bytes()[:-2], checkpoint._FOOTER
-    head = seal.pack(checkpoint._MAGIC, checkpoint._FORMAT, len(text), b'')[:-16]
+    head = seal.pack(checkpoint._MAGIC, checkpoint.FORMAT, len(text), b'')[:-16]
     data = body + (len(text) + seal.size).to_bytes(2, 'little') + text + head
-    path.write_bytes(data + checkpoint.xxhash.xxh3_128(data).digest())
+    path.write_bytes(data + xxhash.xxh3_128(data).digest())
     return path
 
 
@@ -103,7 +104,7 @@ def test_ls_looks_into_the_folders_in_the_folder(told, tmp_path):
 
 def test_ls_lists_neither_temporary_files_nor_others_nor_what_is_no_file(told, tmp_path):
     model(tmp_path, 1)
-    checkpoint._open_beside(tmp_path / 'model_2.pth')[1].close()
+    temporary_beside(tmp_path / 'model_2.pth').touch()
     (tmp_path / 'notes.txt').write_text('')
     (tmp_path / 'folder.pth').mkdir()
     os.mkfifo(tmp_path / 'pipe.pth')  # to open it would take for ever
@@ -574,9 +575,9 @@ def test_nothing_is_unpickled_and_fastai_is_not_imported(tmp_path):
         data[:-2]
         + (2 + seal.size).to_bytes(2, 'little')
         + b'{}'
-        + seal.pack(checkpoint._MAGIC, checkpoint._FORMAT, 2, b'')[:-16]
+        + seal.pack(checkpoint._MAGIC, checkpoint.FORMAT, 2, b'')[:-16]
     )
-    (tmp_path / 'ours.pth').write_bytes(data + checkpoint.xxhash.xxh3_128(data).digest())
+    (tmp_path / 'ours.pth').write_bytes(data + xxhash.xxh3_128(data).digest())
     process = python('-c', SPY, tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
