@@ -7,7 +7,7 @@ run's number; a fifo or a foreign file in its place is a timeout without a reaso
 of filelock that do not have it."""
 
 from __future__ import annotations
-import errno, math, os, threading, time, warnings, weakref
+import errno, math, os, re, threading, time, warnings, weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ __all__ = ['Lock']
 _BEAT = 10.0  # seconds after which a running owner refreshes the file's mtime
 _FRESH = 60.0  # seconds without a refresh after which another host's owner counts as dead
 _POLL = 0.5  # seconds between two looks at a lock whose owner may be dead
+_UUID = re.compile(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
 _RESERVES = 'It reserves the name for this run.'
 
 
@@ -153,11 +154,24 @@ class _Watch:
             self._first = seen
             self._since = time.monotonic()
             self._patience = min(left, _FRESH)  # its clock may have been ahead
-            if left > 0 and owner.name != me.name:
+            if left > 0 and not _may_be_gone(owner, me):
                 return math.inf
         elif seen != self._first:
             return math.inf  # it was refreshed
         return self._patience - (time.monotonic() - self._since)
+
+
+def _may_be_gone(owner, me):
+    """Whether the owner was perhaps in a container of which this one is the next start: they have the host's name in common,
+    and not its processes. Two jobs that were given different numbers are two."""
+    if owner.name != me.name:
+        return False
+    return owner.job == me.job or not (_is_given(owner.job) and _is_given(me.job))
+
+
+def _is_given(job):
+    "Whether it is the same after a restart: `torchrun --standalone` makes a new one each time."
+    return job != 'none' and not (isinstance(job, str) and _UUID.fullmatch(job))
 
 
 def _refresh(path, me, stop):

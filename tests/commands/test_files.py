@@ -7,6 +7,7 @@ import pytest, torch, xxhash
 from fastai_ddp_callbacks.checkpoint import archive as checkpoint
 from fastai_ddp_callbacks.checkpoint.atomic import temporary_beside
 from fastai_ddp_callbacks.commands import files
+from fastai_ddp_callbacks.commands.output import format_age, format_size
 from fastai_ddp_callbacks.checkpoint.file import read_metadata, verify_checkpoint, write_checkpoint
 from fastai_ddp_callbacks.cli import main
 
@@ -74,7 +75,7 @@ def test_ls_shows_what_a_checkpoint_is(told, tmp_path):
     status, out, _ = told('ls', tmp_path)
     assert status == 0
     (row,) = table(out)
-    assert (row.pop('size'), row.pop('age')[-1]) == (files._size(path.stat().st_size), 's')
+    assert (row.pop('size'), row.pop('age')[-1]) == (format_size(path.stat().st_size), 's')
     assert row == dict(name='model_3.pth', epoch='3', monitor='valid_loss', value='0.25', run='a1b2c3d4', state='whole')
 
 
@@ -287,7 +288,7 @@ def test_show_prints_the_metadata_under_the_state(told, tmp_path):
     status, out, _ = told('show', path)
     assert status == 0
     assert out.splitlines() == [
-        f'{path}: whole, {files._size(path.stat().st_size)}',
+        f'{path}: whole, {format_size(path.stat().st_size)}',
         '  epoch     3',
         '  monitor   valid_loss',
         '  value     0.12',
@@ -478,14 +479,14 @@ def test_output_in_a_poor_encoding_is_escaped(tmp_path, monkeypatch):
     [(0, '0 B'), (999, '999 B'), (1000, '1.0 kB'), (12_345_678, '12.3 MB'), (999_960, '1.0 MB'), (5e15, '5000.0 TB')],
 )
 def test_sizes_are_for_humans(n, text):
-    assert files._size(n) == text
+    assert format_size(n) == text
 
 
 @pytest.mark.parametrize(
     'seconds, text', [(0, '0 s'), (59.9, '59 s'), (330, '5 min'), (3600, '1 h'), (3.9 * 86400, '3 d'), (-86400, '-1 d')]
 )
 def test_ages_are_for_humans(seconds, text):
-    assert files._age(seconds) == text
+    assert format_age(seconds) == text
 
 
 # -- processes
