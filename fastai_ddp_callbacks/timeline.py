@@ -20,7 +20,7 @@ _NEAR = 51  # rendezvous by which a clock is judged: it may drift in a day
 _WORTH = 0.1, 1.0  # part of a fit, and seconds, from which on waiting is told of
 _SAVE = re.compile(r'(run_on_main|main_process_only)\((.*\.)?_*(write|save|export|settle|finished)\w*\)')
 _LOAD = re.compile(
-    r'''together\(.(before loading|load|compare|resume from) |broadcast_tensors\(.weights of |run_on_main\(_from_main\.'''
+    r'''all_or_none\(.(before loading|load|compare|resume from) |broadcast_tensors\(.weights of |run_on_main\(_from_main\.'''
 )
 
 
