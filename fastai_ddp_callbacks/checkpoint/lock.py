@@ -116,7 +116,7 @@ class Lock:
                 watch.announced = True
                 warnings.warn(
                     f'{self.what or self.path} was reserved by a container of this host ({found.owner}), which may be '
-                    f'gone: waiting up to {left:.0f} s for a sign that it is not.',
+                    f'gone: waiting up to {math.ceil(left)} s for a sign that it is not.',
                     stacklevel=3,
                 )
             time.sleep(_POLL)
