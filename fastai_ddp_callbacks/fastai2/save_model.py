@@ -12,6 +12,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
 
 from ..distributed.collectives import barrier, propagate_failure, run_on_main, print_on_main, world_size
+from ..distributed.progress import with_progress
 from ..errors import CheckpointError, CheckpointWriteError, MismatchedCheckpointError
 from ..training.loading import load_everywhere
 from ..checkpoint.safety import refuse_unsafe
@@ -179,7 +180,9 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                 self.best = best.value if best else self._worst()
         if not resumed:
             return
-        self.best = self._store.resume(resumed, files, self._better, self._worst())
+        self.best, warning = self._store.resume(resumed, files, self._better, self._worst())
+        if warning:
+            print_on_main(warning, warn=True)
 
     def end(self, fit: Fit) -> None:
         "Give the name back."
@@ -367,9 +370,10 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             if name is None
             else self._store.folder / f'{name}.pth'
         )
-        write = partial(self._store.write, path=path, meta=meta)
+        write = self._store.begin(path, meta)
         if now:
-            return [*outcomes, self._outcome(lambda: write(state), self._due[-1])]
+            save = partial(with_progress, f'saving {path.name}', write, state)
+            return [*outcomes, self._outcome(save, self._due[-1])]
         self._writer.start(write, state)
         return outcomes
 
