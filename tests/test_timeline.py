@@ -451,13 +451,22 @@ def test_in_one_process_there_is_nothing_to_draw(tmp_path, capsys):
 # -- a fit of fastai 2
 
 
-@pytest.mark.parametrize('name', ['DDPSaveModelCallback', 'DDPStopCallback', 'DDPResumeCallback'])
-def test_with_any_of_our_callbacks_learners_have_a_timeline(name):
-    code = f'from fastai_ddp_callbacks import {name}; from fastai.learner import Learner; print(Learner.ddp_timeline.__doc__)'
-    said = subprocess.run(
-        [sys.executable, '-c', code], cwd=Path(module.__file__).parents[1], capture_output=True, text=True, timeout=60
-    )
-    assert 'who waited' in said.stdout, said.stderr
+IMPORT_ONE = '''
+import os, torch, fastai.learner
+for name in 'DDPSaveModelCallback', 'DDPStopCallback', 'DDPResumeCallback':
+    if not os.fork(): # a process that has imported fastai and nothing of ours
+        exec(f'from fastai_ddp_callbacks import {name}')
+        print(name, fastai.learner.Learner.ddp_timeline.__doc__, flush=True)
+        os._exit(0)
+    os.wait()
+'''
+
+
+def test_with_any_of_our_callbacks_learners_have_a_timeline():
+    command = [sys.executable, '-c', IMPORT_ONE]
+    said = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=100)
+    for name in 'DDPSaveModelCallback', 'DDPStopCallback', 'DDPResumeCallback':
+        assert f'{name} The table of `timeline()`: who waited' in said.stdout, said.stderr
 
 
 def test_a_fit_with_a_slow_rank_and_a_slow_save_shows_both_and_the_learner_knows(tmp_path):
