@@ -19,8 +19,9 @@ HEAD = '''# Every name
 
 `from fastai_ddp_callbacks import` any of these. Made from the code by `docs/make.py`.
 
-The examples run as they stand, on one process or on two where it says `2 ranks`; `learn` is a small `Learner` with the
-metric `accuracy`, `other_model` a model with another shape.
+Each example runs as it stands in a script that has a `learn`, which is a `Learner` with the metric `accuracy`: with
+`python`, or, where it says `2 ranks`, with `torchrun --nproc_per_node=2`. (`other_model` is a model with another shape.)
+It makes the process group, or `ddp_ctx` does. In a script of yours, do that once, at the beginning.
 '''
 SECTIONS = dict(  # by folder or file of the package
     fastai2='Train',
@@ -91,7 +92,19 @@ def example(name):
     f = getattr(examples, name)
     lines = inspect.getsource(f).splitlines()
     body = textwrap.dedent('\n'.join(lines[next(i for i, o in enumerate(lines) if o.startswith('def ')) + 1 :]))
-    return f"\n```python{' 2 ranks' if getattr(f, 'two', False) else ''}\n{body.strip()}\n```\n"
+    if not getattr(f, 'two', False):
+        return f'\n```python\n{body.strip()}\n```\n'
+    return f'\n```python 2 ranks\n{body.strip() if "ddp_ctx(" in body else with_group(body.strip())}\n```\n'
+
+
+def with_group(
+    body,  # code that begins with imports
+):
+    "The same, with what makes the process group below the imports."
+    lines = body.splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith(('import ', 'from ')))
+    imports = ['import torch.distributed as dist', *lines[:end]]
+    return '\n'.join([*imports, '', 'dist.init_process_group()', *lines[end:]])
 
 
 def section(name, o, title=None):

@@ -1,11 +1,12 @@
 """Whatever the README and the pages in `docs/` show has been run.
 
-A block that begins with ```python runs in one process, with ```python 2 ranks on two; a block of the README always on
-two. Each has a folder of its own, a `learn` and an `other_model`. One with ```python notebook is a program. Where a
-```text block follows, the ranks fail with that text."""
+A block that begins with ```python runs in one process, with ```python 2 ranks on two, as does a block of the README. It
+is run as somebody runs it who has pasted it below a learner: `learn` and `other_model` are there and no other name, and
+there is no process group, but what torchrun sets. Each has a folder of its own. One with ```python notebook is a
+program. Where a ```text block follows, the ranks fail with that text."""
 
 from __future__ import annotations
-import ast, inspect, os, re, signal, subprocess, sys, time
+import ast, inspect, os, re, signal, socket, subprocess, sys, time
 from pathlib import Path
 
 import fastai.basics  # noqa: F401 (the ranks have it from their server; the names in `__all__` need it here)
@@ -15,21 +16,26 @@ import fastai_ddp_callbacks
 from ranks import report, run, values
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')), ROOT / 'CONTRIBUTING.md']
 _BLOCK = re.compile(r'^```python(?: (\d) ranks)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?', re.MULTILINE | re.DOTALL)
+_LAUNCHER = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
 
 
 def blocks(page):
     "(line, ranks, code, text of the error) of each block of a page."
     text = page.read_text()
     return [
-        (text[: o.start()].count('\n') + 1, int(o[1] or (2 if page.name == 'README.md' else 1)), o[2], o[3])
-        for o in _BLOCK.finditer(text)
+        (
+            text[: found.start()].count('\n') + 1,
+            int(found[1] or (2 if page.name == 'README.md' else 1)),
+            *found.group(2, 3),
+        )
+        for found in _BLOCK.finditer(text)
     ]
 
 
-def given(page):
-    "What a block finds; in the README, whose first block has the imports for all, our names too."
+def own_learner():
+    "The names that a block finds."
     from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, accuracy, nn, set_seed, tensor
     from sklearn.datasets import load_digits
     from torch.utils.data import TensorDataset
@@ -41,41 +47,53 @@ def given(page):
         TensorDataset(x[:256], y[:256]), TensorDataset(x[256:384], y[256:384]), bs=32, num_workers=0, device='cpu'
     )
     learn = Learner(dls, nn.Sequential(nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.')
-    learn.remove_cbs(list(learn.cbs.filter(lambda o: o.name == 'progress')))  # no bars
-    names = {o: getattr(fastai_ddp_callbacks, o) for o in fastai_ddp_callbacks.__all__ if page == 'README.md'}
-    return dict(
-        names,
-        learn=learn,
-        other_model=nn.Linear(64, 5),
-        download=lambda: 'data',
-        disk_is_full=lambda: False,
-        __name__='__main__',
-    )
+    learn.remove_cbs(list(learn.cbs.filter(lambda cb: cb.name == 'progress')))  # no bars
+    return dict(learn=learn, other_model=nn.Linear(64, 5), __name__='__main__')
 
 
 def execute(code, folder, name):
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
-    exec(compile(code, name, 'exec'), given(name))
+    exec(compile(code, name, 'exec'), own_learner())
 
 
-def run_together(todo, folder, name):
-    "Scenario: each block in turn."
-    from fastai_ddp_callbacks import all_or_none
+def launched(ranks):
+    "What else torchrun sets; nothing in one process, which `python train.py` starts."
+    return lambda rank: dict.fromkeys(_LAUNCHER) if ranks == 1 else {'TORCHELASTIC_RUN_ID': 'none'}
 
-    for line, code in todo:
-        with all_or_none(f'{name}:{line}'):
-            execute('\n' * line + code, f'{folder}/{line}', name)
+
+def run_each(todo, folder, name):
+    "Scenario: each block in turn, as if its ranks had just been started."
+    import torch.distributed as dist
+
+    for line, code, port in todo:
+        if 'MASTER_PORT' in os.environ:
+            os.environ['MASTER_PORT'] = str(port)
+        execute('\n' * line + code, f'{folder}/{line}', name)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def free_ports(count):
+    "Ports that nobody uses, of which the system has not given one twice."
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(('127.0.0.1', 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 def run_failing(code, folder, ranks):
     "Scenario: a block that fails. A rank that has failed lives on for a while, as ranks do, until the others have too."
-    from fastai_ddp_callbacks import rank
-
+    rank = int(os.environ.get('RANK', 0))
     try:
         execute(code, folder, 'train.py')
     finally:
-        Path(folder, f'{rank()}.ended').touch()
+        Path(folder, f'{rank}.ended').touch()
         end = time.monotonic() + 4
         while len(list(Path(folder).glob('*.ended'))) < ranks and time.monotonic() < end:
             time.sleep(0.02)
@@ -83,7 +101,7 @@ def run_failing(code, folder, ranks):
 
 def failures(ranks, code, folder):
     "What each rank fails with, as a page tells it: paths and tracebacks are left out."
-    results = run(run_failing, ranks, code, str(folder), ranks)
+    results = run(run_failing, ranks, code, str(folder), ranks, env=launched(ranks), group=False)
 
     def told(o):
         if o.error is None:
@@ -122,8 +140,9 @@ def test_there_are_pages_and_blocks():
     ],
 )
 def test_the_blocks_of_a_page_run(page, ranks, tmp_path):
-    todo = [(line, code) for line, n, code, error in blocks(page) if (n, error) == (ranks, None)]
-    values(run(run_together, ranks, todo, str(tmp_path), page.name))
+    chosen = [(line, code) for line, n, code, error in blocks(page) if (n, error) == (ranks, None)]
+    todo = [(line, code, port) for (line, code), port in zip(chosen, free_ports(len(chosen)))]
+    values(run(run_each, ranks, todo, str(tmp_path), page.name, env=launched(ranks), group=False))
 
 
 @pytest.mark.parametrize(
@@ -178,18 +197,20 @@ def test_whatever_is_raised_or_warned_of_has_an_entry():
 BEFORE = f'''
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}, {str(ROOT / 'tests' / 'docs')!r}]
-from test_docs import given
+from test_docs import own_learner
 
 def make_learner():
     assert (torch.randn(10**6)*2).sum().isfinite() # as large as torch's threads take it up
-    return given('')['learn']
+    return own_learner()['learn']
 
 make_learner().fit(1)
 '''
 
 
-def test_the_notebook_of_the_readme_trains_on_two_ranks_after_a_fit_in_one_process(tmp_path):
-    (code,) = re.findall(r'^```python notebook\n(.*?)^```$', (ROOT / 'README.md').read_text(), re.MULTILINE | re.DOTALL)
+def test_the_notebook_of_the_page_on_launching_trains_on_two_ranks_after_a_fit_in_one_process(tmp_path):
+    (code,) = re.findall(
+        r'^```python notebook\n(.*?)^```$', (ROOT / 'docs/launching.md').read_text(), re.MULTILINE | re.DOTALL
+    )
     imports, train, rest = code.partition('\ndef train')
     (tmp_path / 'notebook.py').write_text(imports + BEFORE + train + rest)
     env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
