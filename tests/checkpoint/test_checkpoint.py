@@ -22,7 +22,7 @@ from fastai_ddp_callbacks import (
     verify_checkpoint,
     write_checkpoint,
 )
-from fastai_ddp_callbacks.checkpoint import file as checkpoint
+from fastai_ddp_callbacks.checkpoint import hashing
 from fastai_ddp_callbacks.checkpoint.state import to_builtin
 from learners import digest, learner
 from ranks import run, values
@@ -58,8 +58,8 @@ def small_model():
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     "Of what is given to the system at once, so that a small file has many."
-    monkeypatch.setattr(checkpoint, '_PIECE', 1 << 15)
-    monkeypatch.setattr(checkpoint, '_PART', 1 << 16)
+    monkeypatch.setattr(hashing, '_PIECE', 1 << 15)
+    monkeypatch.setattr(hashing, '_PART', 1 << 16)
 
 
 @pytest.fixture
