@@ -146,9 +146,12 @@ def some_table(n=4, epochs=5, seed=0):
         )
         now = meet('run_on_main(Saver._write) at save_model.py:188', [3.0] + [0.0] * (n - 1))
     now = meet(
-        "all_or_none('before loading /a/folder/of/a/name/that/goes/on/model.pth')", [1.0 + draw.random() for _ in range(n)]
+        "all_or_none('before loading /a/folder/of/a/name/that/goes/on/model.pth')",
+        [1.0 + draw.random() for _ in range(n)],
     )
-    now = meet("all_or_none('load /a/folder/of/a/name/that/goes/on/model.pth')", [0.5 + draw.random() for _ in range(n)])
+    now = meet(
+        "all_or_none('load /a/folder/of/a/name/that/goes/on/model.pth')", [0.5 + draw.random() for _ in range(n)]
+    )
     return pd.DataFrame(
         rows, columns=['name', 'where', 'begin', 'end', 'straggler', 'waited', *(f'rank {r}' for r in range(n))]
     )

@@ -106,7 +106,7 @@ def load_model_state(
     except (RuntimeError, LookupError, AttributeError, TypeError, ValueError) as e:
         if before is not None:
             bare.load_state_dict({k: v for k, v in before.items() if not _is_lazy_tensor(v)}, strict=False)
-        raise _mismatch(path, f'{type(e).__name__}: {str(e)[:300]}') from e
+        raise _mismatch(path, ' '.join(str(e).split())[:300].rstrip('.')) from e
 
 
 def _is_lazy_tensor(value):

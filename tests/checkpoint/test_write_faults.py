@@ -169,7 +169,10 @@ def test_a_lock(tmp_path, error, before):
         lock.release()
 
     for folder, call, error, raised, warned in each_call_fails(tmp_path, prepare, act, [error]):
-        assert raised is None or raised[:2] == ('CheckpointWriteError', error) and '.m.lock' in raised[2], (call, raised)
+        assert raised is None or raised[:2] == ('CheckpointWriteError', error) and '.m.lock' in raised[2], (
+            call,
+            raised,
+        )
         again = Lock(folder / '.m.lock')
         again.acquire()  # whatever is left over is in nobody's way
         again.release()
