@@ -1,4 +1,4 @@
-"What is not a file where we expect one: pipes, links, folders, sockets, devices. Nobody waits for them, follows or removes them."
+"What is no file where we expect one: pipes, links, folders, devices. Nobody waits for them, follows or removes them."
 
 import json, os, pickle, random, re, socket, stat, warnings
 
