@@ -184,7 +184,7 @@ def refuse_sharded(
     batch."""
     for name, module in model.named_modules():
         if type(module).__name__ == 'FullyShardedDataParallel':
-            raise CheckpointError(f'{who}: the model{name and f" ({name})"} {sharded_message(module)}')
+            raise CheckpointError(f'{who}: {(name or "all")!r} of the model {sharded_message(module)}')
     for kind in model.named_parameters(), model.named_buffers():
         for name, value in kind:
             if is_sharded(value):
