@@ -701,3 +701,24 @@ def test_lr_find_validate_get_preds_and_export_do_not_mind_a_busy_writer(tmp_pat
     assert (
         not loaded.save_model._saver.writer.busy and loaded.save_model.background and files(tmp_path)['model.pth'] == 0
     )
+
+
+def test_what_went_wrong_is_told_even_if_nobody_asks(tmp_path):
+    (tmp_path / 'file').touch()
+    writer = Writer()
+    writer.start(lambda o: write_checkpoint(o, tmp_path / 'file' / 'a'), {'a': torch.ones(1)})
+    writer.join()
+    with pytest.warns(UserWarning, match='in the background has failed.*file/a could not be written'):
+        del writer
+
+
+@pytest.mark.parametrize('ask', [lambda o: o.error, lambda o: raised(o.wait), lambda o: raised(o.check)])
+def test_what_somebody_has_asked_for_is_told_once(tmp_path, ask):
+    (tmp_path / 'file').touch()
+    writer = Writer()
+    writer.start(lambda o: write_checkpoint(o, tmp_path / 'file' / 'a'), {'a': torch.ones(1)})
+    writer.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert ask(writer)
+        del writer
