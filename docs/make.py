@@ -30,7 +30,8 @@ SECTIONS = dict(
     patch='Stock names',
     collectives='Ranks that meet',
     tensors='Ranks that meet',
-    timeline='Who waited for whom',
+    picture='Who waited for whom',
+    table='Who waited for whom',
     file='Files',
     state='Files',
     errors='Errors',
@@ -113,7 +114,7 @@ def page():
         o = getattr(fastai_ddp_callbacks, name)
         found.setdefault(SECTIONS[kind(o)], []).append(section(name, o))
     for name in LEARNER:
-        found[SECTIONS['timeline']].append(section(name, getattr(fastai.basics.Learner, name), f'learn.{name}'))
+        found[SECTIONS['table']].append(section(name, getattr(fastai.basics.Learner, name), f'learn.{name}'))
     names = ', '.join(f'`{o}`' for o in patch.__all__)
     found[SECTIONS['patch']] = [
         f'\n### `fastai_ddp_callbacks.patch`\n\n{prose(patch).split(": ")[0].split(":")[0]}: {names}.\n{example("patch")}'

@@ -10,7 +10,7 @@ from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 from fastai.learner import Learner
 
-from .. import timeline  # noqa: F401 (gives it to Learner)
+from . import learner  # noqa: F401 (gives the timeline to Learner)
 from ..distributed.collectives import agree, propagate_failure, print_on_main
 from ..training.process_group import hide_stray_environment, restore_environment
 from ..distributed.wire import REDUCTIONS
