@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse, os, sys
 
 from . import __version__
-from .demo import race as demo
+from . import demo
 from .commands import doctor, files
 
 __all__ = ['main']

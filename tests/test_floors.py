@@ -19,8 +19,8 @@ FLOORS = [
     {'demo', 'commands'},
     {'cli', 'patch'},
 ]
-FRIENDS = {('checkpoint', 'distributed'), ('commands', 'demo')}
-WITHOUT_FASTAI = {'errors', 'process', 'installed', 'distributed', 'checkpoint', 'training'}
+FRIENDS = {('checkpoint', 'distributed'), ('demo', 'commands')}
+WITHOUT_FASTAI = {'errors', 'process', 'installed', 'distributed', 'checkpoint', 'training', 'timeline'}
 
 
 def module_of(path):

@@ -48,8 +48,10 @@ def straggler_summary(
 
 
 def _clocks_ahead(arrived, left):
-    """How many ns each rank's clock is ahead of rank 0's, as far as rank 0 can know by itself: no rank arrived after rank 0
-    left, and none before rank 0 left the rendezvous before. Clocks that agree with this are taken to be right."""
+    """How many ns each rank's clock is ahead of rank 0's, as far as rank 0 can know by itself.
+
+    No rank arrived after rank 0 left, and none before rank 0 left the rendezvous before. Clocks that agree with this
+    are taken to be right."""
     least = (arrived - left[:, None]).max(0)
     most = 0
     if len(left) > 1:

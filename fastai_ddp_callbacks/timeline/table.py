@@ -14,13 +14,13 @@ _CLOCK_WINDOW = 51  # how many neighbouring rendezvous a clock is compared over:
 
 
 def timeline() -> pd.DataFrame:  # one row per rendezvous, in order; empty in one process
-    """Every rendezvous that all ranks remember. Call it on all ranks: it gathers what they remember and gives it to all.
+    """Every rendezvous that all ranks remember. Call it on all ranks: it gathers what they remember.
 
-    Columns: `name`; `where` it stands in the code; `begin` and `end`, when the first and the last rank arrived, in seconds
-    since the beginning of the first one; `straggler`, the last rank to arrive; `waited`, the seconds that all ranks
-    together waited; and the seconds that each waited, as `rank 0`, `rank 1`, ... The clocks of the ranks need not agree:
-    all leave a rendezvous at the same moment, which shows how far apart they are. `DDPError` in code that runs on one
-    rank only."""
+    Columns: `name`; `where` it stands in the code; `begin` and `end`, when the first and the last rank arrived, in
+    seconds since the beginning of the first one; `straggler`, the last rank to arrive; `waited`, the seconds that all
+    ranks together waited; and the seconds that each waited, as `rank 0`, `rank 1`, ... The clocks of the ranks need not
+    agree: all leave a rendezvous at the same moment, which shows how far apart they are. `DDPError` in code that runs
+    on one rank only."""
     places, arrived = _gather_record()
     waits = arrived.max(1, keepdims=True) - arrived
     columns = dict(
@@ -35,8 +35,9 @@ def timeline() -> pd.DataFrame:  # one row per rendezvous, in order; empty in on
 
 
 def _gather_record():
-    """The places, and when each rank arrived there, by rank 0's clock: an array of float64 seconds since the first arrival,
-    one row per rendezvous and one column per rank."""
+    """The places, and when each rank arrived there, by rank 0's clock.
+
+    An array of float64 seconds since the first arrival, one row per rendezvous and one column per rank."""
     control = _get_control('timeline()')
     if control is None:
         return [], np.zeros((0, 1))
@@ -77,7 +78,9 @@ def without_epoch(
 def waits_by_name(
     table: pd.DataFrame | None = None,  # as `timeline()` returns it; by default what it returns now, on all ranks
 ) -> pd.DataFrame:  # the longest in sum first
-    "Seconds of waiting by name of the rendezvous: how often it took place, in sum, and by the rank that waited. Epochs are added up."
+    """Seconds of waiting by name of the rendezvous: how often it took place, in sum, and by the rank that waited.
+
+    Epochs are added up."""
     if table is None:
         table = timeline()
     names = table['name'].map(without_epoch)

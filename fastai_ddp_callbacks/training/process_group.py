@@ -8,9 +8,9 @@ import torch, torch.distributed as dist
 
 from ..distributed.collectives import rank, world_size
 
-__all__ = ['process_group', 'hide_stray_environment', 'restore_environment']
+__all__ = ['LAUNCHED', 'process_group', 'hide_stray_environment', 'restore_environment']
 
-_LAUNCHED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')  # what every launcher of torch sets
+LAUNCHED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')  # what every launcher of torch sets
 _hidden = {}  # what `hide_stray_environment` has taken away
 
 
@@ -20,7 +20,7 @@ def process_group(
 ):
     "With the default process group, made where a launcher has set the stage and there is none, and with variables that agree with it."
     restore_environment()
-    if not dist.is_initialized() and all(o in os.environ for o in _LAUNCHED) and int(os.environ['WORLD_SIZE']) > 1:
+    if not dist.is_initialized() and all(o in os.environ for o in LAUNCHED) and int(os.environ['WORLD_SIZE']) > 1:
         _make_group(torch.device(device))
     before = {k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
     if dist.is_initialized():
