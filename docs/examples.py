@@ -179,10 +179,10 @@ def broadcast_tensors():
 
 
 @two
-def together():
-    from fastai_ddp_callbacks import rank, together
+def all_or_none():
+    from fastai_ddp_callbacks import all_or_none, rank
 
-    with together('read my part') as ranks:  # if it fails on one rank, all raise
+    with all_or_none('read my part') as ranks:  # if it fails on one rank, all raise
         ranks.value = 100 + rank()  # may be left out
     assert ranks.values == [100, 101]
 
@@ -233,19 +233,19 @@ def once_per_node():
 
 
 @two
-def no_barrier():
-    from fastai_ddp_callbacks import no_barrier
+def no_collectives():
+    from fastai_ddp_callbacks import no_collectives
 
-    with no_barrier() as on_main:
+    with no_collectives() as on_main:
         if on_main:
             print('a barrier in here would raise, and not hang')
 
 
 @two
-def reports_failure():
-    from fastai_ddp_callbacks import barrier, reports_failure
+def propagate_failure():
+    from fastai_ddp_callbacks import barrier, propagate_failure
 
-    with reports_failure('training'):  # if it raises here, the ranks that wait in a barrier are told
+    with propagate_failure('training'):  # if it raises here, the ranks that wait in a barrier are told
         print('a batch is trained')
     barrier('end of training')
 
@@ -413,10 +413,10 @@ def BarrierTimeoutError():
 
 
 def BarrierInBranchError():
-    from fastai_ddp_callbacks import BarrierInBranchError, barrier, no_barrier
+    from fastai_ddp_callbacks import BarrierInBranchError, barrier, no_collectives
 
     try:
-        with no_barrier():
+        with no_collectives():
             barrier('never')
     except BarrierInBranchError as e:
         print(e.call, 'within', e.block)

@@ -21,8 +21,8 @@ from fastai_ddp_callbacks.timeline import (
     waits_by_rank,
 )
 from learners import Observed, learner
-from ranks import run, values
 from notebooks import client_for
+from ranks import run, values
 
 LATE = 1.5  # seconds
 
@@ -155,9 +155,12 @@ def some_table(n=4, epochs=5, seed=0):
         )
         now = meet('run_on_main(Saver._write) at save_model.py:188', [3.0] + [0.0] * (n - 1))
     now = meet(
-        "together('before loading /a/folder/of/a/name/that/goes/on/model.pth')", [1.0 + draw.random() for _ in range(n)]
+        "all_or_none('before loading /a/folder/of/a/name/that/goes/on/model.pth')",
+        [1.0 + draw.random() for _ in range(n)],
     )
-    now = meet("together('load /a/folder/of/a/name/that/goes/on/model.pth')", [0.5 + draw.random() for _ in range(n)])
+    now = meet(
+        "all_or_none('load /a/folder/of/a/name/that/goes/on/model.pth')", [0.5 + draw.random() for _ in range(n)]
+    )
     return pd.DataFrame(
         rows, columns=['name', 'where', 'begin', 'end', 'straggler', 'waited', *(f'rank {r}' for r in range(n))]
     )
@@ -360,8 +363,8 @@ def test_units_of_time_follow_the_length():
 
 def test_long_names_and_paths_are_shortened_to_what_tells_them_apart():
     assert (
-        picture._shortened("together('load /a/b/c/model.pth')", 'loading.py:42')
-        == "together('load model.pth') at loading.py:42"
+        picture._shortened("all_or_none('load /a/b/c/model.pth')", 'loading.py:42')
+        == "all_or_none('load model.pth') at loading.py:42"
     )
     assert picture._shortened('run_on_main(f) at a.py:3', 'a.py:3') == 'run_on_main(f) at a.py:3'
     assert len(picture._shortened(200 * 'x', 'a.py:3')) < 115

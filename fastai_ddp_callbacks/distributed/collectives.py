@@ -46,7 +46,7 @@ class _State(threading.local):
     "What this thread is in."
 
     alone = 0  # depth of sections that only one rank executes
-    branches: tuple = ()  # where the `no_barrier()` blocks around us began
+    branches: tuple = ()  # where the `no_collectives()` blocks around us began
 
 
 _state = _State()
@@ -146,7 +146,7 @@ def barrier(
     """Wait until all ranks are here.
 
     Raises on every rank: `BarrierMismatchError` if they are at different places, `RankFailedError` if one has failed or
-    died, `BarrierTimeoutError` if one does not come; `BarrierInBranchError` on a rank inside `no_barrier()`.
+    died, `BarrierTimeoutError` if one does not come; `BarrierInBranchError` on a rank inside `no_collectives()`.
     Skipped in code that runs on one rank only (`run_on_main`)."""
     _Meeting(_call('barrier', name), timeout, name is not None).meet(_Outcome())
 
@@ -235,7 +235,7 @@ def all_or_none(
 
     Gives an object: the number that the block puts into its `value` is afterwards in the list `values` of all ranks."""
     meeting, shared = (
-        _Meeting(_call('together', name), timeout, name is not None),
+        _Meeting(_call('all_or_none', name), timeout, name is not None),
         SimpleNamespace(value=None, values=[]),
     )
     with meeting.failing_together() as outcome:
@@ -315,7 +315,7 @@ def once_per_node(func: _Function) -> _Function:
 
 @contextmanager
 def no_collectives() -> Iterator[bool]:
-    """Marks code that branches on the rank; gives whether this is rank 0: `with no_barrier() as on_main: if on_main: ...`.
+    """Marks code that branches on the rank; gives whether this is rank 0: `with no_collectives() as on_main: if on_main: ...`.
 
     A barrier, broadcast or agreement inside would wait for ranks that never come: it raises `BarrierInBranchError` at
     once, in one process too, and the other ranks hear of it at their next rendezvous."""
@@ -336,13 +336,15 @@ def propagate_failure(
 
     The exception itself goes on unchanged, with one exception: a network error of torch on a rank that was left alone by
     a failed one is raised as that rank's failure."""
-    since = _control.marks if _control is not None else 0
+    control = _control
+    since = control.marks if control is not None else 0
     try:
         yield
     except GeneratorExit:
         raise  # of a generator that is closed early, which is no failure
     except BaseException as e:
-        cause = _tell(e, place, since)
+        # each default group counts its own marks: those of the one before would hide that all ranks know of `e`
+        cause = _tell(e, place, since if _control is control else 0)
         if cause is not None:
             raise cause from e
         raise
@@ -482,7 +484,7 @@ class _Meeting:
     def _refuse(self):
         block = _state.branches[-1][0]
         error = BarrierInBranchError(
-            f'rank {rank()}: {self.place} is inside the no_barrier() block at {block}, where the ranks take '
+            f'rank {rank()}: {self.place} is inside the no_collectives() block at {block}, where the ranks take '
             'different ways: it would wait for ranks that never come. Move it out of the block, so that all ranks reach it, '
             'or use run_on_main, inside which barriers are skipped.',
             call=str(self.place),

@@ -21,7 +21,7 @@ _ROW = 0.36  # half the height of a bar, in rows
 _LEFT, _RIGHT, _WIDTH = 0.75, 2.1, 11  # inches beside the bars, and of the whole picture
 _SAVE = re.compile(r'(run_on_main|main_process_only)\((.*\.)?_*(write|save|export|settle|finished|wait_for_write)\w*\)')
 _LOAD = re.compile(
-    r'(all_or_none|together)\(.(before loading|load|compare|resume from) '
+    r'all_or_none\(.(before loading|load|compare|resume from) '
     r'|broadcast_tensors\(.weights of |run_on_main\(_from_main\.'
 )
 

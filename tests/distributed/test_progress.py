@@ -74,7 +74,7 @@ def test_without_fastprogress_it_is_silent(impatient, capsys, monkeypatch):
 
 def test_a_notebook_shows_a_bar_of_its_own_kind_and_is_left_without_it(tmp_path):
     code = '''import time
-from fastai_ddp_callbacks import progress
+from fastai_ddp_callbacks.distributed import progress
 progress._PATIENCE = 0
 with progress.Progress('saving model.pth') as bar:
     for i in range(9):
