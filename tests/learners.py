@@ -45,6 +45,7 @@ class Observed(Observes, DDPSaveModelCallback):
         self._observed(super()._load_best)
 
 
+OF_A_FIT = 1  # collectives at the beginning of a fit in `ddp_ctx`, whatever the callbacks: the sizes of the data
 OF_AN_EPOCH = 3  # collectives of an epoch in `ddp_ctx`, whatever the callbacks: the order in training and in validation, the averages
 
 

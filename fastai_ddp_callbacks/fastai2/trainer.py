@@ -1,0 +1,250 @@
+"fastai 2: the callback with which a learner trains and evaluates in DDP, and that restores it."
+
+from __future__ import annotations
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from fastai.basics import Callback, nn, noop
+from fastai.callback.schedule import ParamScheduler
+from fastai.data.load import DataLoader
+from fastai.distributed import DistributedTrainer
+from fastai.torch_core import get_model, to_cpu, to_device
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader as TorchLoader
+
+from ..distributed.collectives import all_gather, all_or_none, print_on_main, rank, world_size
+from .loaders import DDPLoader, EvaluationLoader, OwnLoader, divisible, is_divided
+from .metrics import ExactAverages
+from .tracker import in_validation
+
+__all__ = ['DDPTrainer']
+
+
+class _Evaluation(NamedTuple):
+    "An evaluation that is under way."
+
+    loader: Any  # what it iterates over
+    outer: Any  # the learner's loader in what it is within
+    model: nn.Module | None  # the learner's model in DDP, if the bare one is evaluated
+
+
+class DDPTrainer(DistributedTrainer):
+    """A `DistributedTrainer` for any device, that can be undone when a fit has raised.
+
+    Outside of a fit, the samples of an evaluation are divided among the ranks, and all have to take part. Within a fit,
+    each rank makes predictions by itself, since loggers ask for some on rank 0 alone. A single sample, and a list of
+    batches, is evaluated by each rank itself everywhere."""
+
+    name = 'distributed_trainer'
+
+    def __init__(
+        self,
+        sync_bn: bool = True,  # whether to replace all batch norm with `nn.SyncBatchNorm`, which exists on GPUs only
+        **kwargs,  # for `Accelerator`
+    ):
+        super().__init__(sync_bn, **kwargs)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.depth = 0  # of fits within fits
+        self.old_dls: list | None = None  # the learner's loaders, while divided ones take their place
+        self.averages: ExactAverages | None = None
+        self.evaluations: list[_Evaluation] = []  # each within the one before
+
+    def __deepcopy__(self, memo):
+        copy = type(self).__new__(type(self))
+        copy.sync_bn, copy.accelerator = self.sync_bn, self.accelerator  # there is one accelerator for a process
+        copy._reset()
+        return copy
+
+    def __reduce__(self):
+        return Callback, ()  # a learner that is exported in here is an ordinary one where it is loaded
+
+    # -- a fit
+
+    def before_fit(self):
+        "Wrap model and loaders; outside of a fit, replace the averages only."
+        if in_validation():
+            if not self.depth:
+                self._replace_averages()
+            return
+        self.depth += 1
+        if self.depth > 1:
+            return
+        if hasattr(self.learn, 'lr_finder'):
+            _restore_from_memory(self.learn.lr_finder)
+        loaders = [dl if is_divided(dl) else divisible(dl, _name(i)) for i, dl in enumerate(self.learn.dls)]
+        _compare_data(loaders)
+        self._wrap_model()
+        self.old_dls = list(self.learn.dls)
+        self.learn.dls.loaders = [
+            self._divided(dl, EvaluationLoader if i else DDPLoader) for i, dl in enumerate(loaders)
+        ]
+        if rank():
+            self.learn.logger = noop
+        self._replace_averages()
+
+    def _wrap_model(self):
+        model = self.learn.model
+        if self.sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        wrapped = self.accelerator.prepare(model)
+        wrapped.training = model.training  # in an evaluation outside of a fit it is in eval mode by now
+        self.learn.model = wrapped
+        if not getattr(wrapped, 'broadcast_buffers', True) and any(True for _ in model.buffers()):
+            print_on_main(
+                'With broadcast_buffers=False each rank validates with buffers of its own (as the averages of batch norm), '
+                'while a saved model has those of rank 0: the values by which the best is chosen are not exactly its own.',
+                warn=True,
+            )
+
+    def _divided(self, dl, kind):
+        if is_divided(dl):
+            return dl
+        return kind(dl, rank(), world_size(), next(self.learn.model.parameters()).device)
+
+    def _replace_averages(self):
+        if hasattr(self.learn, 'recorder'):
+            self.averages = ExactAverages(self.learn)
+
+    def before_train(self):
+        self._end_evaluations(0)
+        if isinstance(self.learn.dl, DDPLoader):
+            self.learn.dl.place = f'order of training samples in epoch {self.learn.epoch}'
+
+    def after_train(self):
+        if self.averages and self.learn.recorder.train_metrics:
+            self.averages.gather(f'averages of training in epoch {self.learn.epoch}')
+
+    def after_fit(self):
+        if not in_validation():
+            self.depth -= 1
+        if not self.depth:
+            self.undo()
+
+    def undo(self) -> None:
+        "Restore the learner, in whatever state a fit or an evaluation has left it."
+        self._end_evaluations(0)
+        if isinstance(self.learn.model, DistributedDataParallel):
+            self.learn.model = self.learn.model.module
+        if self.old_dls is not None:
+            self.learn.dls.loaders = self.old_dls
+            for dl in self.old_dls:
+                vars(dl).pop('it', None)  # the iterator of an epoch that was cancelled, which cannot be copied
+        if self.averages:
+            self.averages.restore()
+        self._reset()
+
+    # -- an evaluation
+
+    def before_validate(self):
+        "Divide the samples, unless this rank evaluates by itself."
+        if not in_validation():
+            self._end_evaluations(0)
+        outer = self.evaluations[-1].loader if self.evaluations else None
+        dl, model = self.learn.dl, None
+        if self._evaluates_alone(dl):
+            self.learn.dl = OwnLoader(dl.dl if isinstance(dl, DDPLoader) else dl)
+            if isinstance(self.learn.model, DistributedDataParallel):
+                model = self.learn.model
+                self.learn.model = model.module  # in DDP it would share buffers with ranks that do not take part
+        elif not is_divided(dl):
+            self.learn.dl = self._divided_evaluation(dl)
+        self.evaluations.append(_Evaluation(self.learn.dl, outer, model))
+
+    def _evaluates_alone(self, dl):
+        if self.depth and hasattr(self.learn, 'gather_preds'):
+            return True
+        if not isinstance(dl, (DataLoader, TorchLoader)):
+            return True  # `show_results` gives a list of batches
+        n = getattr(dl, 'n', None)
+        return n is not None and n <= 1  # as in `predict`
+
+    def _divided_evaluation(self, dl):
+        if not isinstance(dl, EvaluationLoader):
+            dl = self._divided(divisible(getattr(dl, 'dl', dl), 'given'), EvaluationLoader)
+        if in_validation():
+            dl.place = f'order of samples in {"get_preds" if hasattr(self.learn, "gather_preds") else "validate"}'
+        else:
+            dl.place = f'order of validation samples in epoch {self.learn.epoch}'
+        if not self.depth:
+            # before DDP exchanges anything, by which a rank that is here alone would not be named
+            dl.share_order()
+            if not isinstance(self.learn.model, DistributedDataParallel):
+                self._wrap_model()
+        return dl
+
+    def after_validate(self):
+        "Gather the averages, and go back to what the evaluation was within."
+        within_fit = not in_validation()
+        if within_fit:
+            self._end_evaluations(1)
+        if not self.evaluations or self.evaluations[-1].loader is not self.learn.dl:
+            return  # cancelled before it began
+        own = isinstance(self.learn.dl, OwnLoader)
+        if self.averages and not own and not hasattr(self.learn, 'gather_preds'):
+            epoch = getattr(self.learn, 'epoch', 0)  # before any fit there is none
+            self.averages.gather(f'averages of epoch {epoch}' if self.depth else 'averages of validate')
+        if within_fit or not self.depth:
+            # callbacks that come later still read from this loader, which stays the learner's as in stock
+            evaluation = self.evaluations.pop()
+            if evaluation.model is not None:
+                self.learn.model = evaluation.model
+        else:
+            self._end_evaluations(len(self.evaluations) - 1)
+
+    def _end_evaluations(self, n):
+        "End all but the first `n`, also those that have raised."
+        while len(self.evaluations) > n:
+            evaluation = self.evaluations.pop()
+            if evaluation.model is not None:
+                self.learn.model = evaluation.model
+            if evaluation.outer is not None:
+                self.learn.dl = evaluation.outer
+
+
+def _name(i):
+    return ('training', 'validation')[i] if i < 2 else f'{i + 1}th'
+
+
+def _compare_data(loaders):
+    "`ValueError` on all ranks if they have different numbers of samples or batches: some would wait for others in vain."
+    own = [_sizes(_name(i), dl) for i, dl in enumerate(loaders)]
+    by_rank = all_gather(own, 'sizes of the data')
+    if all(sizes == own for sizes in by_rank):
+        return
+    lines = [f'  rank {r}: {"; ".join(sizes)}\n' for r, sizes in enumerate(by_rank)]
+    with all_or_none('data that differ'):  # all ranks raise it
+        raise ValueError(
+            f'The ranks have different data:\n{"".join(lines)}'
+            'Make the same data loaders on all ranks, with a seed for what is drawn at random (`seed=` of a splitter, or '
+            '`set_seed`), from files that all ranks see.'
+        )
+
+
+def _sizes(name, dl):
+    "In words, what has to be the same on all ranks."
+    if is_divided(dl):
+        return f'{name}: {len(dl)} batches'
+    bs = f'batches of {dl.bs}' if dl.bs else 'batches as they are'
+    return f'{name}: {"unknown" if dl.n is None else dl.n} samples in {bs}'
+
+
+def _restore_from_memory(finder):
+    """Let `lr_find` keep the weights in the memory of each rank.
+
+    Stock keeps them in a file, which rank 0 alone writes, in a folder of a random name: the others neither find it nor
+    come to the barrier in which rank 0 waits to load it."""
+    learn, kept = finder.learn, []
+
+    def before_fit():
+        ParamScheduler.before_fit(finder)
+        kept.extend(to_cpu(deepcopy(part.state_dict())) for part in (get_model(learn.model), learn.opt))
+        finder.best_loss = float('inf')
+
+    def after_fit():
+        learn.opt.zero_grad()
+        get_model(learn.model).load_state_dict(kept[0])
+        learn.opt.load_state_dict(to_device(kept[1], next(learn.model.parameters()).device))
+
+    finder.before_fit, finder.after_fit = before_fit, after_fit
