@@ -17,6 +17,7 @@ from ..distributed.collectives import rank, propagate_failure, print_on_main, wo
 from ..timeline import straggler_summary
 from ..training.process_group import process_group
 from . import learner  # noqa: F401 (gives the timeline to Learner)
+from .departure import departures_explained
 from .trainer import DDPTrainer
 
 __all__ = ['ddp_ctx']
@@ -32,11 +33,11 @@ def ddp_ctx(
 ) -> Iterator[Learner]:
     """Adapt a learner to DistributedDataParallel, as `learn.distrib_ctx()` does; also on the CPU, and with one rank.
 
-    Uses the default process group, or makes it where a launcher (torchrun, accelerate, a notebook) has set its variables.
-    Whatever is raised inside is reported to the other ranks, and the learner is restored: model, data loaders, progress
-    bar and logger."""
+    Uses the default process group, or makes it where a launcher (torchrun, accelerate, a notebook) has set its
+    variables. Whatever is raised inside is reported to the other ranks, and the learner is restored: model, data
+    loaders, progress bar and logger."""
     device = _device(learn)
-    with process_group(device, timeout), propagate_failure():
+    with process_group(device, timeout), propagate_failure(), departures_explained():
         if learn._grab_cbs(DDPTrainer):
             yield learn
         elif world_size() == 1:
@@ -74,8 +75,9 @@ def _distributed(learn, trainer):
 
 @contextmanager
 def _watched(learn, undo):
-    """Call `fit_failed` of callbacks after a fit that ends by an exception, of which no event tells, and report who kept
-    the others waiting after one that ends well."""
+    """Call `fit_failed` of callbacks after a fit that raises, for which there is no event.
+
+    After one that ends well, report which rank kept the others waiting."""
     with_events, own = learn._with_events, vars(learn).get('_with_events')
 
     def watched(f, event_type, *args, **kwargs):

@@ -47,8 +47,8 @@ class DDPLoader(DistributedDL):
         if hasattr(self.dl, 'it'):
             del self.dl.it
 
-    # What is asked of a loader besides batches concerns the one within: `DistributedDL` takes the constructor's arguments
-    # for its own in `new`, and has methods where others have the transforms that `decode` looks for.
+    # What is asked of a loader besides batches concerns the one within: `DistributedDL` has other arguments than `new`
+    # gives to its constructor, and methods where others have the transforms that `decode` looks for.
 
     def new(self, dataset=None, cls=None, **kwargs):
         "A loader as the one within, not divided: whoever iterates over it divides it first."
@@ -157,7 +157,7 @@ class EvaluationLoader(DDPLoader):
 
     @property
     def stretch(self) -> Stretch | None:
-        "The batch that was loaded last; None before the first one, and where loading made more batches than indices fill."
+        "The batch that was loaded last; None before the first one, and where there are more than the indices fill."
         return self.plan[self.batch] if 0 <= self.batch < len(self.plan) else None
 
     @property

@@ -1,8 +1,8 @@
 """fastai 2: averages over the samples of all ranks, each sample counted once.
 
-Stock averages gather a number from every rank in every batch, and count samples twice that are repeated to make the ranks
-even. Here each rank adds up what it evaluates, without repeated samples, and all averages of an epoch are gathered in one
-go. Metrics that add up counts, as Dice does, are gathered with them: in stock each rank has its own."""
+Stock averages gather a number from every rank in every batch, and count samples twice that are repeated to make the
+ranks even. Here each rank adds up what it evaluates, without repeated samples, and all averages of an epoch are
+gathered in one go. Metrics that add up counts, as Dice does, are gathered with them: in stock each rank has its own."""
 
 from __future__ import annotations
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""fastai 2: ways to end training that all ranks go at the same batch.
+"""fastai 2: ways to end training that all ranks take at the same batch.
 
-What a rank sees in one batch, all ranks know in the next: the ranks tell each other in the background, and nobody waits.
-It costs one small message to each other rank per batch, which is under way while the next batch is computed."""
+What a rank sees in one batch, all ranks know in the next: the exchange runs in the background, and no rank waits. It
+costs one small message to each other rank per batch, which is under way while the next batch is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
 class _StopTogether(Callback):
     "Ends the fit of all ranks one batch after one of them wants to; at once where there is only one."
 
-    order, _training = -9, False
+    order = -9
+    _training = False  # in a fit
+    _in_batches = False  # of its training or validation; loggers make some of their own after an epoch, on rank 0 alone
 
     def before_fit(self):
         "Take no part in `lr_find` and `get_preds`."
@@ -30,19 +32,28 @@ class _StopTogether(Callback):
     def before_train(self):
         if not self._training:
             self._flag = BatchFlag(self.name)
-        self._training = True
+        self._training = self._in_batches = True
+
+    def before_validate(self):
+        self._in_batches = self._training and not in_validation()
+
+    def after_train(self):
+        self._in_batches = False
+
+    def after_validate(self):
+        self._in_batches = False
 
     def after_batch(self):
-        "Say whether to stop, hear who wanted to in the batch before."
-        if not self._training:
-            return  # in `validate`
+        "Exchange whether to stop: stop if a rank wanted to in the batch before."
+        if not self._in_batches:
+            return
         ranks = self._flag.exchange(self._wants_to_stop())
         if ranks:
             self._explain(ranks)
             raise CancelFitException()
 
     def after_fit(self):
-        "Leave nothing under way."
+        "Wait for the last exchange."
         if in_validation():
             return
         ranks, self._training = self._flag.read() if self._training else [], False
@@ -51,10 +62,10 @@ class _StopTogether(Callback):
 
 
 class DDPTerminateOnNaNCallback(_StopTogether, TerminateOnNaNCallback):
-    """A `TerminateOnNaNCallback` that stops all ranks at the same batch, whichever of them had a loss of NaN or infinity.
+    """A `TerminateOnNaNCallback` that stops all ranks at the same batch, whichever of them had a NaN or infinite loss.
 
-    With several ranks that is the batch after. The loss is looked at as stock does, so no device is waited for that stock
-    does not wait for."""
+    With several ranks that is the batch after. The loss is looked at as stock does, so no device is waited for that
+    stock does not wait for."""
 
     name = 'terminate_on_na_n'
 
@@ -67,10 +78,14 @@ class DDPTerminateOnNaNCallback(_StopTogether, TerminateOnNaNCallback):
 
 
 class DDPStopCallback(_StopTogether):
-    """Lets code on any rank ask for a stop: `learn.ddp_stop.ask('why')`. All ranks leave at the same batch, and whatever is
-    due at the end of training is done: the best model is loaded, `at_end` saves."""
+    """Lets code on any rank ask for a stop: `learn.ddp_stop.ask('why')`.
 
-    name, reason, _asked = 'ddp_stop', None, None  # `reason`: why the last fit was stopped, the same on all ranks
+    All ranks stop at the same batch, and whatever is due at the end of training is done: the best model is loaded,
+    `at_end` saves."""
+
+    name = 'ddp_stop'
+    reason: str | None = None  # why the last fit was stopped, the same on all ranks
+    _asked: str | None = None
 
     def before_train(self):
         if not self._training:
@@ -80,12 +95,12 @@ class DDPStopCallback(_StopTogether):
     def after_fit(self):
         super().after_fit()
         if not in_validation():
-            self._asked = None  # of this fit, which is over
+            self._asked = None  # for this fit, which is over
 
     def ask(
         self,
-        reason='no reason given',  # for the message; str
-    ):
+        reason: str = 'no reason given',  # for the message
+    ) -> None:
         "Ask for a stop. Can be called at any time, from a callback, another thread or a signal handler."
         self._asked = str(reason)
 

@@ -5,6 +5,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from fastai.basics import Callback, nn, noop
+from fastai.callback.progress import CSVLogger, ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.data.load import DataLoader
 from fastai.distributed import DistributedTrainer
@@ -13,11 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..distributed.collectives import all_gather, all_or_none, print_on_main, rank, world_size
+from .departure import note_departure
 from .loaders import DDPLoader, EvaluationLoader, OwnLoader, divisible, is_divided
 from .metrics import ExactAverages
 from .tracker import in_validation
 
 __all__ = ['DDPTrainer']
+
+_OF_RANK_0 = CSVLogger, ShowGraphCallback  # one writes a file, the other one draws into the bar, which rank 0 alone has
 
 
 class _Evaluation(NamedTuple):
@@ -49,6 +53,8 @@ class DDPTrainer(DistributedTrainer):
         self.depth = 0  # of fits within fits
         self.old_dls: list | None = None  # the learner's loaders, while divided ones take their place
         self.averages: ExactAverages | None = None
+        self.silenced: list[Callback] = []  # callbacks that only rank 0 has to run
+        self.syncs_buffers = True  # whether DDP shares buffers before the next forward pass of training or validation
         self.evaluations: list[_Evaluation] = []  # each within the one before
 
     def __deepcopy__(self, memo):
@@ -63,7 +69,7 @@ class DDPTrainer(DistributedTrainer):
     # -- a fit
 
     def before_fit(self):
-        "Wrap model and loaders; outside of a fit, replace the averages only."
+        "Divide the loaders; outside of a fit, replace the averages only."
         if in_validation():
             if not self.depth:
                 self._replace_averages()
@@ -75,14 +81,21 @@ class DDPTrainer(DistributedTrainer):
             _restore_from_memory(self.learn.lr_finder)
         loaders = [dl if is_divided(dl) else divisible(dl, _name(i)) for i, dl in enumerate(self.learn.dls)]
         _compare_data(loaders)
-        self._wrap_model()
         self.old_dls = list(self.learn.dls)
         self.learn.dls.loaders = [
             self._divided(dl, EvaluationLoader if i else DDPLoader) for i, dl in enumerate(loaders)
         ]
+        self._replace_averages()
         if rank():
             self.learn.logger = noop
-        self._replace_averages()
+            self.silenced = [cb for cb in self.learn.cbs if isinstance(cb, _OF_RANK_0)]
+            for cb in self.silenced:
+                cb.run = False
+
+    def before_epoch(self):
+        "Wrap the model: later than in stock, since loggers trace it at the beginning of a fit, on rank 0 alone."
+        if self.depth == 1 and not in_validation() and not isinstance(self.learn.model, DistributedDataParallel):
+            self._wrap_model()
 
     def _wrap_model(self):
         model = self.learn.model
@@ -93,8 +106,9 @@ class DDPTrainer(DistributedTrainer):
         self.learn.model = wrapped
         if not getattr(wrapped, 'broadcast_buffers', True) and any(True for _ in model.buffers()):
             print_on_main(
-                'With broadcast_buffers=False each rank validates with buffers of its own (as the averages of batch norm), '
-                'while a saved model has those of rank 0: the values by which the best is chosen are not exactly its own.',
+                'With broadcast_buffers=False each rank validates with buffers of its own, as the averages of batch '
+                'norm, while a saved model has those of rank 0: the values by which the best is chosen are not those of '
+                'what is saved. Leave broadcast_buffers=True, or use sync_bn=True on GPUs.',
                 warn=True,
             )
 
@@ -109,10 +123,22 @@ class DDPTrainer(DistributedTrainer):
 
     def before_train(self):
         self._end_evaluations(0)
+        self._restore_sync()
         if isinstance(self.learn.dl, DDPLoader):
             self.learn.dl.place = f'order of training samples in epoch {self.learn.epoch}'
 
+    def _restore_sync(self):
+        """Undo what forward passes between training and validation have changed.
+
+        Loggers make some on rank 0 alone, after which it would share buffers with ranks that do not."""
+        if isinstance(self.learn.model, DistributedDataParallel):
+            self.learn.model.require_forward_param_sync = self.syncs_buffers
+
+    def _keep_sync(self):
+        self.syncs_buffers = getattr(self.learn.model, 'require_forward_param_sync', True)
+
     def after_train(self):
+        self._keep_sync()
         if self.averages and self.learn.recorder.train_metrics:
             self.averages.gather(f'averages of training in epoch {self.learn.epoch}')
 
@@ -120,6 +146,7 @@ class DDPTrainer(DistributedTrainer):
         if not in_validation():
             self.depth -= 1
         if not self.depth:
+            self.silenced = []  # they run again after this event, which they must not get either
             self.undo()
 
     def undo(self) -> None:
@@ -133,7 +160,14 @@ class DDPTrainer(DistributedTrainer):
                 vars(dl).pop('it', None)  # the iterator of an epoch that was cancelled, which cannot be copied
         if self.averages:
             self.averages.restore()
+        for cb in self.silenced:
+            cb.run = True
         self._reset()
+
+    def after_cancel_fit(self):
+        "Leave a note for ranks that may be waiting for this one: it may be the only one that has cancelled its fit."
+        if not in_validation():
+            note_departure(f'cancelled its fit in epoch {self.learn.epoch}')
 
     # -- an evaluation
 
@@ -141,6 +175,7 @@ class DDPTrainer(DistributedTrainer):
         "Divide the samples, unless this rank evaluates by itself."
         if not in_validation():
             self._end_evaluations(0)
+            self._restore_sync()
         outer = self.evaluations[-1].loader if self.evaluations else None
         dl, model = self.learn.dl, None
         if self._evaluates_alone(dl):
@@ -179,6 +214,7 @@ class DDPTrainer(DistributedTrainer):
         within_fit = not in_validation()
         if within_fit:
             self._end_evaluations(1)
+            self._keep_sync()
         if not self.evaluations or self.evaluations[-1].loader is not self.learn.dl:
             return  # cancelled before it began
         own = isinstance(self.learn.dl, OwnLoader)
@@ -208,7 +244,7 @@ def _name(i):
 
 
 def _compare_data(loaders):
-    "`ValueError` on all ranks if they have different numbers of samples or batches: some would wait for others in vain."
+    "`ValueError` on all ranks if they have other numbers of samples or batches: some would wait for others in vain."
     own = [_sizes(_name(i), dl) for i, dl in enumerate(loaders)]
     by_rank = all_gather(own, 'sizes of the data')
     if all(sizes == own for sizes in by_rank):
@@ -217,8 +253,8 @@ def _compare_data(loaders):
     with all_or_none('data that differ'):  # all ranks raise it
         raise ValueError(
             f'The ranks have different data:\n{"".join(lines)}'
-            'Make the same data loaders on all ranks, with a seed for what is drawn at random (`seed=` of a splitter, or '
-            '`set_seed`), from files that all ranks see.'
+            'Make the same data loaders on all ranks, with a seed for what is drawn at random (`seed=` of a splitter, '
+            'or `set_seed`), from files that all ranks see.'
         )
 
 
