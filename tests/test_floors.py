@@ -19,7 +19,7 @@ FLOORS = [
     {'demo', 'commands'},
     {'cli', 'patch'},
 ]
-FRIENDS = {('checkpoint', 'distributed'), ('demo', 'commands')}
+FRIENDS = {('demo', 'commands')}
 WITHOUT_FASTAI = {'errors', 'process', 'installed', 'distributed', 'checkpoint', 'training', 'timeline'}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 import threading, time
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 from .collectives import is_main_process
 
-__all__ = ['Progress']
+__all__ = ['Progress', 'with_progress']
 
 _PATIENCE = 2.0  # seconds without a bar
 
@@ -61,3 +62,14 @@ class Progress:
         self.bar.comment = self.what
         self.bar.update(0)
         self.bar.start_t -= time.monotonic() - self.begun  # so that the time to come is judged by all of it
+
+
+def with_progress(
+    what: str,  # is done, as 'saving model.pth'
+    function: Callable,  # takes a `progress`, to be called with what is done and what there is
+    *args,  # for it
+    **kwargs,  # for it
+):  # its result
+    "Call `function` with a bar."
+    with Progress(what) as bar:
+        return function(*args, progress=bar.update, **kwargs)

@@ -1,7 +1,6 @@
 "fastai 2: train a learner in DDP, on GPUs or on the CPU, and leave it as it was."
 
 from __future__ import annotations
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,8 +12,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.distributed import _hidden_params
 from fastai.torch_core import delegates
 
-from ..distributed.collectives import rank, propagate_failure, print_on_main, world_size
-from ..timeline import straggler_summary
+from ..distributed.collectives import rank, propagate_failure, world_size
 from ..training.process_group import process_group
 from . import learner  # noqa: F401 (gives the timeline to Learner)
 from .departure import departures_explained
@@ -38,11 +36,8 @@ def ddp_ctx(
     loaders, progress bar and logger."""
     device = _device(learn)
     with process_group(device, timeout), propagate_failure(), departures_explained():
-        if learn._grab_cbs(DDPTrainer):
+        if learn._grab_cbs(DDPTrainer) or world_size() == 1:
             yield learn
-        elif world_size() == 1:
-            with _watched(learn, lambda: None):
-                yield learn
         else:
             on_cpu = device.type == 'cpu'
             with _distributed(learn, DDPTrainer(sync_bn and not on_cpu, **{'cpu': on_cpu, **kwargs})):
@@ -64,43 +59,9 @@ def _distributed(learn, trainer):
     learn.remove_cbs(hidden)
     learn.add_cb(trainer)
     try:
-        with _watched(learn, trainer.undo):
-            yield
+        yield
     finally:
         trainer.undo()
         learn.remove_cb(trainer)
         learn.logger = logger
         learn.add_cbs(hidden)
-
-
-@contextmanager
-def _watched(learn, undo):
-    """Call `fit_failed` of callbacks after a fit that raises, for which there is no event.
-
-    After one that ends well, report which rank kept the others waiting."""
-    with_events, own = learn._with_events, vars(learn).get('_with_events')
-
-    def watched(f, event_type, *args, **kwargs):
-        if event_type != 'fit':
-            return with_events(f, event_type, *args, **kwargs)
-        begun = time.time_ns()
-        try:
-            res = with_events(f, event_type, *args, **kwargs)
-        except BaseException:
-            undo()
-            for cb in learn.cbs:
-                if hasattr(type(cb), 'fit_failed'):
-                    cb.fit_failed()
-            raise
-        line = straggler_summary(begun, time.time_ns())
-        if line:
-            print_on_main(line)
-        return res
-
-    learn._with_events = watched
-    try:
-        yield
-    finally:
-        del learn._with_events
-        if own is not None:
-            learn._with_events = own

@@ -6,6 +6,7 @@ gathered in one go. Metrics that add up counts, as Dice does, are gathered with 
 
 from __future__ import annotations
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -149,27 +150,36 @@ class _Sums(Metric):
 
     def __init__(self, stock, fields):
         self.stock, self.fields = stock, fields
+        self.reset()
 
     def reset(self):
         self.stock.reset()
+        self._keep()
+
+    def _keep(self):
+        # here and not only in `stock`: a fit keeps what its metrics hold while something else is evaluated
+        self.sums = deepcopy([getattr(self.stock, field) for field in self.fields])
 
     def accumulate(self, learn):
         if not getattr(learn.dl, 'is_repeat', False):
+            self.restore()
             self.stock.accumulate(learn)
+            self._keep()
 
     def state(self):
-        return [getattr(self.stock, field) for field in self.fields]
+        return self.sums
 
     def set_state(self, state):
-        for field, value in zip(self.fields, state):
-            setattr(self.stock, field, value)
+        self.sums = state
 
     @property
     def value(self):
+        self.restore()
         return self.stock.value
 
     def restore(self):
-        pass
+        for field, value in zip(self.fields, deepcopy(self.sums)):
+            setattr(self.stock, field, value)
 
     @property
     def name(self):

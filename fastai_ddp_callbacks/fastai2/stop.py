@@ -6,47 +6,26 @@ costs one small message to each other rank per batch, which is under way while t
 from __future__ import annotations
 
 import torch
-from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..distributed.batch_flag import BatchFlag
 from ..distributed.collectives import broadcast, print_on_main, world_size
-from .tracker import in_validation
+from .fit import Fit, FitCallback
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
 
 
-class _StopTogether(Callback):
+class _StopTogether(FitCallback):
     "Ends the fit of all ranks one batch after one of them wants to; at once where there is only one."
 
     order = -9
-    _training = False  # in a fit
-    _in_batches = False  # of its training or validation; loggers make some of their own after an epoch, on rank 0 alone
 
-    def before_fit(self):
-        "Take no part in `lr_find` and `get_preds`."
-        self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        if not in_validation():
-            self._training = False
-
-    def before_train(self):
-        if not self._training:
-            self._flag = BatchFlag(self.name)
-        self._training = self._in_batches = True
-
-    def before_validate(self):
-        self._in_batches = self._training and not in_validation()
-
-    def after_train(self):
-        self._in_batches = False
-
-    def after_validate(self):
-        self._in_batches = False
+    def begin(self, fit: Fit) -> None:
+        self._flag = BatchFlag(self.name)
 
     def after_batch(self):
-        "Exchange whether to stop: stop if a rank wanted to in the batch before."
-        if not self._in_batches:
-            return
+        "Report whether to stop, and learn who wanted to in the batch before."
         ranks = self._flag.exchange(self._wants_to_stop())
         if ranks:
             self._explain(ranks)
@@ -54,9 +33,7 @@ class _StopTogether(Callback):
 
     def after_fit(self):
         "Wait for the last exchange."
-        if in_validation():
-            return
-        ranks, self._training = self._flag.read() if self._training else [], False
+        ranks = self._flag.read()
         if ranks:
             self._explain(ranks)
 
@@ -87,15 +64,13 @@ class DDPStopCallback(_StopTogether):
     reason: str | None = None  # why the last fit was stopped, the same on all ranks
     _asked: str | None = None
 
-    def before_train(self):
-        if not self._training:
-            self.reason = None
-        super().before_train()
+    def begin(self, fit: Fit) -> None:
+        super().begin(fit)
+        self.reason = None
 
     def after_fit(self):
         super().after_fit()
-        if not in_validation():
-            self._asked = None  # for this fit, which is over
+        self._asked = None  # for this fit, which is over
 
     def ask(
         self,

@@ -1,8 +1,8 @@
 "fastai 2: the callback with which a learner trains and evaluates in DDP, and that restores it."
 
 from __future__ import annotations
+import time
 from copy import deepcopy
-from typing import Any, NamedTuple
 
 from fastai.basics import Callback, nn, noop
 from fastai.callback.progress import CSVLogger, ShowGraphCallback
@@ -14,25 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..distributed.collectives import all_gather, all_or_none, print_on_main, rank, world_size
+from ..timeline import straggler_summary
 from .departure import note_departure
+from .fit import WatchedCallback, is_evaluating, running_fit
 from .loaders import DDPLoader, EvaluationLoader, OwnLoader, divisible, is_divided
 from .metrics import ExactAverages
-from .tracker import in_validation
 
 __all__ = ['DDPTrainer']
 
 _OF_RANK_0 = CSVLogger, ShowGraphCallback  # one writes a file, the other one draws into the bar, which rank 0 alone has
 
 
-class _Evaluation(NamedTuple):
-    "An evaluation that is under way."
-
-    loader: Any  # what it iterates over
-    outer: Any  # the learner's loader in what it is within
-    model: nn.Module | None  # the learner's model in DDP, if the bare one is evaluated
-
-
-class DDPTrainer(DistributedTrainer):
+class DDPTrainer(WatchedCallback, DistributedTrainer):
     """A `DistributedTrainer` for any device, that can be undone when a fit has raised.
 
     Outside of a fit, the samples of an evaluation are divided among the ranks, and all have to take part. Within a fit,
@@ -50,17 +43,17 @@ class DDPTrainer(DistributedTrainer):
         self._reset()
 
     def _reset(self) -> None:
-        self.depth = 0  # of fits within fits
         self.old_dls: list | None = None  # the learner's loaders, while divided ones take their place
         self.averages: ExactAverages | None = None
         self.silenced: list[Callback] = []  # callbacks that only rank 0 has to run
         self.syncs_buffers = True  # whether DDP shares buffers before the next forward pass of training or validation
-        self.evaluations: list[_Evaluation] = []  # each within the one before
+        self.hidden_model: nn.Module | None = None  # the model in DDP, while this rank evaluates the bare one by itself
 
     def __deepcopy__(self, memo):
-        copy = type(self).__new__(type(self))
+        copy = memo[id(self)] = type(self).__new__(type(self))
         copy.sync_bn, copy.accelerator = self.sync_bn, self.accelerator  # there is one accelerator for a process
         copy._reset()
+        vars(copy)['_learn'] = deepcopy(self.learn, memo)
         return copy
 
     def __reduce__(self):
@@ -70,13 +63,11 @@ class DDPTrainer(DistributedTrainer):
 
     def before_fit(self):
         "Divide the loaders; outside of a fit, replace the averages only."
-        if in_validation():
-            if not self.depth:
-                self._replace_averages()
+        fit = running_fit(self.learn)
+        if fit is None:
+            self._replace_averages()
             return
-        self.depth += 1
-        if self.depth > 1:
-            return
+        fit.callback(self._end, fit, time.time_ns())
         if hasattr(self.learn, 'lr_finder'):
             _restore_from_memory(self.learn.lr_finder)
         loaders = [dl if is_divided(dl) else divisible(dl, _name(i)) for i, dl in enumerate(self.learn.dls)]
@@ -94,7 +85,7 @@ class DDPTrainer(DistributedTrainer):
 
     def before_epoch(self):
         "Wrap the model: later than in stock, since loggers trace it at the beginning of a fit, on rank 0 alone."
-        if self.depth == 1 and not in_validation() and not isinstance(self.learn.model, DistributedDataParallel):
+        if running_fit(self.learn) and not isinstance(self.learn.model, DistributedDataParallel):
             self._wrap_model()
 
     def _wrap_model(self):
@@ -122,7 +113,6 @@ class DDPTrainer(DistributedTrainer):
             self.averages = ExactAverages(self.learn)
 
     def before_train(self):
-        self._end_evaluations(0)
         self._restore_sync()
         if isinstance(self.learn.dl, DDPLoader):
             self.learn.dl.place = f'order of training samples in epoch {self.learn.epoch}'
@@ -143,15 +133,21 @@ class DDPTrainer(DistributedTrainer):
             self.averages.gather(f'averages of training in epoch {self.learn.epoch}')
 
     def after_fit(self):
-        if not in_validation():
-            self.depth -= 1
-        if not self.depth:
-            self.silenced = []  # they run again after this event, which they must not get either
+        self.silenced = []  # they run again after this event, which they must not get either
+        self.undo()
+
+    def _end(self, fit, begin):
+        "Clean up after a fit that raised; report which rank kept the others waiting in one that ended well."
+        if fit.failed:
             self.undo()
+            return
+        line = straggler_summary(begin, time.time_ns())
+        if line:
+            print_on_main(line)
 
     def undo(self) -> None:
         "Restore the learner, in whatever state a fit or an evaluation has left it."
-        self._end_evaluations(0)
+        self._show_model()
         if isinstance(self.learn.model, DistributedDataParallel):
             self.learn.model = self.learn.model.module
         if self.old_dls is not None:
@@ -166,77 +162,73 @@ class DDPTrainer(DistributedTrainer):
 
     def after_cancel_fit(self):
         "Leave a note for ranks that may be waiting for this one: it may be the only one that has cancelled its fit."
-        if not in_validation():
+        if running_fit(self.learn):
             note_departure(f'cancelled its fit in epoch {self.learn.epoch}')
 
     # -- an evaluation
 
     def before_validate(self):
         "Divide the samples, unless this rank evaluates by itself."
-        if not in_validation():
-            self._end_evaluations(0)
-            self._restore_sync()
-        outer = self.evaluations[-1].loader if self.evaluations else None
-        dl, model = self.learn.dl, None
+        dl = self.learn.dl
         if self._evaluates_alone(dl):
             self.learn.dl = OwnLoader(dl.dl if isinstance(dl, DDPLoader) else dl)
-            if isinstance(self.learn.model, DistributedDataParallel):
-                model = self.learn.model
-                self.learn.model = model.module  # in DDP it would share buffers with ranks that do not take part
+            self._hide_model()
         elif not is_divided(dl):
             self.learn.dl = self._divided_evaluation(dl)
-        self.evaluations.append(_Evaluation(self.learn.dl, outer, model))
+        if not is_evaluating(self.learn):
+            self._restore_sync()
 
     def _evaluates_alone(self, dl):
-        if self.depth and hasattr(self.learn, 'gather_preds'):
+        if running_fit(self.learn) and hasattr(self.learn, 'gather_preds'):
             return True
         if not isinstance(dl, (DataLoader, TorchLoader)):
             return True  # `show_results` gives a list of batches
         n = getattr(dl, 'n', None)
         return n is not None and n <= 1  # as in `predict`
 
+    def _hide_model(self):
+        "Evaluate the bare model: in DDP it would share buffers with ranks that do not take part."
+        if isinstance(self.learn.model, DistributedDataParallel):
+            self.hidden_model = self.learn.model
+            self.learn.model = self.hidden_model.module
+
+    def _show_model(self):
+        if self.hidden_model is not None:
+            self.learn.model, self.hidden_model = self.hidden_model, None
+
+    def before_batch(self):
+        if self.learn.training:
+            self._show_model()  # if an evaluation has raised, and a callback has ignored it
+
     def _divided_evaluation(self, dl):
         if not isinstance(dl, EvaluationLoader):
             dl = self._divided(divisible(getattr(dl, 'dl', dl), 'given'), EvaluationLoader)
-        if in_validation():
-            dl.place = f'order of samples in {"get_preds" if hasattr(self.learn, "gather_preds") else "validate"}'
-        else:
-            dl.place = f'order of validation samples in epoch {self.learn.epoch}'
-        if not self.depth:
+        dl.place = f'order of {self._evaluated()}'
+        if not running_fit(self.learn):
             # before DDP exchanges anything, by which a rank that is here alone would not be named
             dl.share_order()
             if not isinstance(self.learn.model, DistributedDataParallel):
                 self._wrap_model()
         return dl
 
-    def after_validate(self):
-        "Gather the averages, and go back to what the evaluation was within."
-        within_fit = not in_validation()
-        if within_fit:
-            self._end_evaluations(1)
-            self._keep_sync()
-        if not self.evaluations or self.evaluations[-1].loader is not self.learn.dl:
-            return  # cancelled before it began
-        own = isinstance(self.learn.dl, OwnLoader)
-        if self.averages and not own and not hasattr(self.learn, 'gather_preds'):
-            epoch = getattr(self.learn, 'epoch', 0)  # before any fit there is none
-            self.averages.gather(f'averages of epoch {epoch}' if self.depth else 'averages of validate')
-        if within_fit or not self.depth:
-            # callbacks that come later still read from this loader, which stays the learner's as in stock
-            evaluation = self.evaluations.pop()
-            if evaluation.model is not None:
-                self.learn.model = evaluation.model
-        else:
-            self._end_evaluations(len(self.evaluations) - 1)
+    def _evaluated(self):
+        "What is evaluated, for the names of rendezvous: ranks that evaluate something else are at another place."
+        if hasattr(self.learn, 'gather_preds'):
+            return 'samples in get_preds'
+        if not is_evaluating(self.learn):
+            return f'validation samples in epoch {self.learn.epoch}'
+        within = f' in epoch {self.learn.epoch}' if running_fit(self.learn) else ''
+        return f'samples in validate{within}'
 
-    def _end_evaluations(self, n):
-        "End all but the first `n`, also those that have raised."
-        while len(self.evaluations) > n:
-            evaluation = self.evaluations.pop()
-            if evaluation.model is not None:
-                self.learn.model = evaluation.model
-            if evaluation.outer is not None:
-                self.learn.dl = evaluation.outer
+    def after_validate(self):
+        "Gather the averages."
+        dl, own = self.learn.dl, not is_evaluating(self.learn)
+        if isinstance(dl, OwnLoader):
+            self._show_model()
+        elif self.averages and not hasattr(self.learn, 'gather_preds'):
+            self.averages.gather(f'averages of epoch {self.learn.epoch}' if own else 'averages of validate')
+        if own:
+            self._keep_sync()
 
 
 def _name(i):
