@@ -15,7 +15,7 @@ from fastai_ddp_callbacks import (
     DDPTrackerCallback,
     ddp_ctx,
 )
-from learners import OF_AN_EPOCH, Records, Trace, digest, learner
+from learners import OF_A_FIT, OF_AN_EPOCH, Records, Trace, digest, learner
 from ranks import run, values
 
 
@@ -129,9 +129,9 @@ def test_three_trackers_of_one_column_cost_one_collective(tmp_path):
         return ' '.join(t.calls).split('epoch')
 
     a, b = values(run(scenario, 2))
-    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [1, 1, 1] and not a[-1]
+    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [OF_A_FIT + 1, 1, 1] and not a[-1]
     a, b = values(run(scenario, 2, DDPTrackerCallback('train_loss')))
-    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [2, 2, 2] and not a[-1]
+    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [OF_A_FIT + 2, 2, 2] and not a[-1]
 
 
 def test_one_line_of_message_on_rank_0_only(tmp_path):
