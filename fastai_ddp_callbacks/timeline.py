@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np, pandas as pd
 
-from .distributed import collectives as distributed
-from .distributed.collectives import all_gather, run_on_main, print_on_main
+from .distributed import all_gather, run_on_main, print_on_main
+from .distributed.current import current_control, known_control
 from .errors import DDPError
 from .installed import fastai_line
 
@@ -20,7 +20,7 @@ _NEAR = 51  # rendezvous by which a clock is judged: it may drift in a day
 _WORTH = 0.1, 1.0  # part of a fit, and seconds, from which on waiting is told of
 _SAVE = re.compile(r'(run_on_main|main_process_only)\((.*\.)?_*(write|save|export|settle|finished)\w*\)')
 _LOAD = re.compile(
-    r'''together\(.(before loading|load|compare|resume from) |broadcast_tensors\(.weights of |run_on_main\(_from_main\.'''
+    r'''all_or_none\(.(before loading|load|compare|resume from) |broadcast_tensors\(.weights of |run_on_main\(_from_main\.'''
 )
 
 
@@ -49,7 +49,7 @@ def timeline() -> pd.DataFrame:  # one row per rendezvous, in order; empty in on
 
 def _gathered():
     "The places, and when each rank came, by rank 0's clock, in seconds since the first one."
-    control = distributed._get_control('timeline()')
+    control = current_control('timeline()')
     if control is None:
         return [], np.zeros((0, 1))
     mine = list(control.record)
@@ -113,7 +113,7 @@ def straggler_summary(
     """Which rank cost the others more than a tenth of the time (and a second), each of them, in the mean. From what rank 0 remembers: no rendezvous.
 
     Waits at a rendezvous count for the rank that came last."""
-    control = distributed._control
+    control = known_control()
     if control is None or control.rank:
         return None
     met = [o for o in control.record if begin <= o[2] <= end]

@@ -101,7 +101,7 @@ def test_a_rendezvous_that_not_all_remember_is_left_out():
     def scenario():
         work()
         if rank() == 1:
-            module.distributed._control.record.popleft()  # as after a rank left in the midst of it
+            module.known_control().record.popleft()  # as after a rank left in the midst of it
         return list(timeline().name)
 
     a, b = values(run(scenario, 2))
@@ -146,9 +146,12 @@ def some_table(n=4, epochs=5, seed=0):
         )
         now = meet('run_on_main(Saver._write) at save_model.py:188', [3.0] + [0.0] * (n - 1))
     now = meet(
-        "together('before loading /a/folder/of/a/name/that/goes/on/model.pth')", [1.0 + draw.random() for _ in range(n)]
+        "all_or_none('before loading /a/folder/of/a/name/that/goes/on/model.pth')",
+        [1.0 + draw.random() for _ in range(n)],
     )
-    now = meet("together('load /a/folder/of/a/name/that/goes/on/model.pth')", [0.5 + draw.random() for _ in range(n)])
+    now = meet(
+        "all_or_none('load /a/folder/of/a/name/that/goes/on/model.pth')", [0.5 + draw.random() for _ in range(n)]
+    )
     return pd.DataFrame(
         rows, columns=['name', 'where', 'begin', 'end', 'straggler', 'waited', *(f'rank {r}' for r in range(n))]
     )
@@ -272,7 +275,7 @@ def test_where_nobody_met_there_is_no_line():
 
 def test_a_record_that_does_not_reach_back_to_the_beginning_says_at_least():
     def scenario():
-        module.distributed._control.record = deque(maxlen=2)
+        module.known_control().record = deque(maxlen=2)
         barrier('begin')
         late(1)
         barrier('middle')
@@ -352,8 +355,8 @@ def test_units_of_time_follow_the_length():
 
 def test_long_names_and_paths_are_shortened_to_what_tells_them_apart():
     assert (
-        module._shortened("together('load /a/b/c/model.pth')", 'loading.py:42')
-        == "together('load model.pth') at loading.py:42"
+        module._shortened("all_or_none('load /a/b/c/model.pth')", 'loading.py:42')
+        == "all_or_none('load model.pth') at loading.py:42"
     )
     assert module._shortened('run_on_main(f) at a.py:3', 'a.py:3') == 'run_on_main(f) at a.py:3'
     assert len(module._shortened(200 * 'x', 'a.py:3')) < 115

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .file import read_metadata, temporary_beside, verify_checkpoint, write_checkpoint, write_error
-from ..distributed.collectives import print_on_main
+from ..distributed import print_on_main
 from ..errors import CheckpointError, CheckpointWriteError
 from .lock import Lock
 

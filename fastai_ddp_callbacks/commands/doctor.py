@@ -17,7 +17,7 @@ import torch, torch.distributed as dist
 from .. import __version__
 from ..demo.race import _number, _termination_raises
 from .diagnosis import VARIABLES, count, judge, look_at_variables
-from ..distributed.collectives import all_gather, barrier
+from ..distributed import all_gather, barrier
 from .files import _print, _print_json
 from ..process import host
 

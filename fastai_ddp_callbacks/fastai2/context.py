@@ -13,7 +13,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import delegates, get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.collectives import broadcast, rank, propagate_failure, print_on_main, world_size
+from ..distributed import broadcast, rank, propagate_failure, print_on_main, world_size
 from ..training.process_group import process_group
 from .metrics import ExactAverages
 from ..timeline import straggler_summary

@@ -10,7 +10,7 @@ import torch
 from fastai.learner import AvgLoss, AvgMetric, Metric
 from fastai.torch_core import Tensor, apply, find_bs
 
-from ..distributed.collectives import all_gather, all_or_none
+from ..distributed import all_gather, all_or_none
 
 __all__ = ['ExactAverages']
 

@@ -9,7 +9,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.distributed import DistributedDL
 
-from ..distributed.collectives import print_on_main
+from ..distributed import print_on_main
 from ..training.resume_files import callback_keys, is_stateful
 from ..training.random_state import nested, random_state, restore_random
 from .tracker import DDPTrackerCallback

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
 
-from ..distributed.collectives import barrier, propagate_failure, run_on_main, print_on_main, world_size
+from ..distributed import barrier, propagate_failure, run_on_main, print_on_main, world_size
 from ..errors import CheckpointError, CheckpointWriteError, MismatchedCheckpointError
 from ..training.loading import load_everywhere
 from ..checkpoint.safety import refuse_unsafe

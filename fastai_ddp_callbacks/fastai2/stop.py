@@ -10,7 +10,7 @@ from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..distributed.batch_flag import BatchFlag
-from ..distributed.collectives import broadcast, print_on_main, world_size
+from ..distributed import broadcast, print_on_main, world_size
 from .tracker import in_validation
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
@@ -30,6 +30,7 @@ class _StopTogether(Callback):
     def before_train(self):
         if not self._training:
             self._flag = BatchFlag(self.name)
+            self._flag.open()
         self._training = True
 
     def after_batch(self):

@@ -11,9 +11,9 @@ from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, Tr
 from fastai.learner import Learner
 
 from .. import timeline  # noqa: F401 (gives it to Learner)
-from ..distributed.collectives import agree, propagate_failure, print_on_main
+from ..distributed import agree, propagate_failure, print_on_main
 from ..training.process_group import hide_stray_environment, restore_environment
-from ..distributed.wire import REDUCTIONS
+from ..distributed.reductions import NUMERIC
 
 __all__ = ['DDPTrackerCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateau']
 
@@ -75,9 +75,9 @@ class DDPTrackerCallback(TrackerCallback):
         reduce: str = 'mean',  # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
         **kwargs,
     ):
-        if reduce not in REDUCTIONS:
+        if reduce not in NUMERIC:
             raise ValueError(
-                f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.'
+                f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, NUMERIC))}.'
             )
         super().__init__(monitor=monitor, comp=comp, min_delta=min_delta, reset_on_fit=reset_on_fit, **kwargs)
         if self.comp is not np.less and self._lower_is_better():

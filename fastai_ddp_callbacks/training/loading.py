@@ -9,7 +9,7 @@ import torch
 
 from ..distributed.tensors import broadcast_tensors
 from ..checkpoint.file import read_checkpoint, read_metadata
-from ..distributed.collectives import is_main_process, run_on_main, all_or_none
+from ..distributed import is_main_process, run_on_main, all_or_none
 from ..errors import CheckpointError, CorruptCheckpointError, UnequalWeightsError
 from ..checkpoint.state import (
     unwrap_model,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch, torch.distributed as dist
 
-from ..distributed.collectives import rank, world_size
+from ..distributed import rank, world_size
 
 __all__ = ['process_group', 'hide_stray_environment', 'restore_environment']
 

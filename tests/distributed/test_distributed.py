@@ -35,7 +35,8 @@ from fastai_ddp_callbacks import (
     all_or_none,
     world_size,
 )
-from fastai_ddp_callbacks.distributed import control, collectives as distributed
+from fastai_ddp_callbacks.distributed import presence
+from fastai_ddp_callbacks.distributed.current import current_control
 import ranks
 from ranks import report, values
 
@@ -507,8 +508,8 @@ def test_a_rendezvous_is_one_collective_and_never_touches_the_store_or_the_defau
                 return getattr(self.store, name)
 
         barrier('the first one makes the group')
-        own = distributed._get_control()
-        own.store = Watched(own.store)
+        own = current_control()
+        own.presence.store = own.board.store = Watched(own.store)
         sequence = dist.group.WORLD._get_backend(torch.device('cpu'))._get_sequence_number_for_group
         before, counts, looks = sequence(), {}, {}
         for label, call in dict(
@@ -839,7 +840,7 @@ def test_the_shortest_time_limit_ends_the_wait_of_all():
 
 def test_a_rank_that_comes_after_the_very_first_rendezvous_was_given_up_hears_of_it_at_once():
     def scenario():
-        distributed._get_control(), gather('connected')  # which may take long where names are looked up
+        current_control(), gather('connected')  # which may take long where names are looked up
         if rank() == 2:
             hear('given up')
         start = time.monotonic()
@@ -1082,14 +1083,14 @@ def test_the_last_barrier_of_a_script_is_passed_by_a_late_rank_though_rank_0_exi
         if rank() == 0:
             barrier('end')
             os._exit(0)
-        own = distributed._get_control()
+        own = current_control()
 
         class Slow:
             def __getattr__(self, name, store=own.store):
                 time.sleep(0.5)
                 return getattr(store, name)
 
-        own.store = Slow()
+        own.presence.store = own.board.store = Slow()
         time.sleep(0.3)
         return attempt(barrier, 'end')
 
@@ -1244,7 +1245,7 @@ def test_a_wait_that_was_given_up_is_an_error_of_ours_on_all_even_if_rank_0_is_g
 @pytest.mark.parametrize('late', [False, True], ids=['all others waiting', 'one still to come'])
 def test_a_rank_killed_in_the_very_first_rendezvous_is_reported_dead_in_seconds(late):
     def scenario():
-        distributed._get_control(), gather('connected')
+        current_control(), gather('connected')
         if rank() == 1:
             threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if rank() == 2:
@@ -1470,7 +1471,7 @@ def test_without_gloo_the_default_group_is_used_and_says_when_it_is_of_no_use_an
         dist.is_gloo_available = lambda: False
         barrier('x')
         healthy = agree(rank(), 'max'), broadcast('y' * 1000, src=1), run_on_main(lambda: {'z': 1})
-        used = distributed._get_control().group is dist.group.WORLD
+        used = current_control().generation.group is dist.group.WORLD
         mismatch = attempt(barrier, 'a' if rank() else 'b')
         boom = attempt(failing) if rank() == 0 else attempt(barrier, 'waiting')
         after = attempt(barrier, 'broken now')
@@ -1515,7 +1516,7 @@ def test_each_node_has_one_rank_that_fetches_and_all_have_one_that_writes(told_b
 
     def scenario():
         if told_by != 'the launcher':
-            control.host = lambda: f'node {node[rank()]}'  # else its LOCAL_RANK alone tells the nodes apart
+            presence.host = lambda: f'node {node[rank()]}'  # else its LOCAL_RANK alone tells the nodes apart
         return two_nodes()
 
     local = {'the hosts': [None] * 4}.get(told_by, [0, 0, 1, 1] if in_turn else [0, 1, 0, 1])
