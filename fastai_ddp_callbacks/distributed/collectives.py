@@ -68,7 +68,8 @@ def agree(
         if how not in REDUCTIONS:
             raise ValueError(f'agree(how={how!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.')
         outcome.kind, outcome.bits = encode(to_number(value))
-    return REDUCTIONS[how].of([decode(row) for row in meeting.meet(outcome)])
+    values = [decode(row) for row in meeting.meet(outcome)]  # raises on all ranks if `how` is unknown on one
+    return REDUCTIONS[how].of(values)
 
 
 @overload
