@@ -179,6 +179,15 @@ def broadcast_tensors():
 
 
 @two
+def all_or_none():
+    from fastai_ddp_callbacks import all_or_none, rank
+
+    with all_or_none('read my part') as ranks:  # if it fails on one rank, all raise
+        ranks.value = 100 + rank()  # may be left out
+    assert ranks.values == [100, 101]
+
+
+@two
 def together():
     from fastai_ddp_callbacks import rank, together
 
@@ -233,12 +242,42 @@ def once_per_node():
 
 
 @two
+def main_process_first():
+    from pathlib import Path
+    from fastai_ddp_callbacks import main_process_first
+
+    with main_process_first('vocabulary'):  # rank 0 first, then the others
+        if not Path('vocab.txt').exists():
+            Path('vocab.txt').write_text('a b c')  # on rank 0 only: the others find it
+        vocab = Path('vocab.txt').read_text().split()  # on each rank
+    assert vocab == ['a', 'b', 'c']
+
+
+@two
+def no_collectives():
+    from fastai_ddp_callbacks import no_collectives
+
+    with no_collectives() as on_main:
+        if on_main:
+            print('a barrier in here would raise, and not hang')
+
+
+@two
 def no_barrier():
     from fastai_ddp_callbacks import no_barrier
 
     with no_barrier() as on_main:
         if on_main:
             print('a barrier in here would raise, and not hang')
+
+
+@two
+def propagate_failure():
+    from fastai_ddp_callbacks import barrier, propagate_failure
+
+    with propagate_failure('training'):  # if it raises here, the ranks that wait in a barrier raise too
+        print('a batch is trained')
+    barrier('end of training')
 
 
 @two
@@ -413,10 +452,10 @@ def BarrierTimeoutError():
 
 
 def BarrierInBranchError():
-    from fastai_ddp_callbacks import BarrierInBranchError, barrier, no_barrier
+    from fastai_ddp_callbacks import BarrierInBranchError, barrier, no_collectives
 
     try:
-        with no_barrier():
+        with no_collectives():
             barrier('never')
     except BarrierInBranchError as e:
         print(e.call, 'within', e.block)
