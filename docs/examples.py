@@ -188,15 +188,6 @@ def all_or_none():
 
 
 @two
-def together():
-    from fastai_ddp_callbacks import rank, together
-
-    with together('read my part') as ranks:  # if it fails on one rank, all raise
-        ranks.value = 100 + rank()  # may be left out
-    assert ranks.values == [100, 101]
-
-
-@two
 def run_on_main():
     from fastai_ddp_callbacks import run_on_main
 
@@ -263,28 +254,10 @@ def no_collectives():
 
 
 @two
-def no_barrier():
-    from fastai_ddp_callbacks import no_barrier
-
-    with no_barrier() as on_main:
-        if on_main:
-            print('a barrier in here would raise, and not hang')
-
-
-@two
 def propagate_failure():
     from fastai_ddp_callbacks import barrier, propagate_failure
 
     with propagate_failure('training'):  # if it raises here, the ranks that wait in a barrier raise too
-        print('a batch is trained')
-    barrier('end of training')
-
-
-@two
-def reports_failure():
-    from fastai_ddp_callbacks import barrier, reports_failure
-
-    with reports_failure('training'):  # if it raises here, the ranks that wait in a barrier are told
         print('a batch is trained')
     barrier('end of training')
 

@@ -21,31 +21,21 @@ HEAD = '''# Every name
 
 The examples run as they stand, on one process or on two where it says `2 ranks`; `learn` is a small `Learner` with the metric `accuracy`, `other_model` a model with another shape.
 '''
-SECTIONS = dict(
-    context='Train',
-    tracker='Train',
-    save_model='Train',
-    stop='Train',
-    resume='Train',
+SECTIONS = dict(  # by folder or file of the package
+    fastai2='Train',
     patch='Stock names',
-    ranks='Ranks that meet',
-    nodes='Ranks that meet',
-    collectives='Ranks that meet',
-    tensors='Ranks that meet',
-    sections='Ranks that meet',
-    propagate='Ranks that meet',
-    time_limit='Ranks that meet',
+    distributed='Ranks that meet',
     timeline='Who waited for whom',
-    file='Files',
-    state='Files',
+    checkpoint='Files',
     errors='Errors',
 )
 LEARNER = ('ddp_timeline', 'plot_ddp_timeline')  # what `Learner` has more
 _EMPTY = inspect.Parameter.empty
 
 
-def kind(o):
-    return o.__module__.rpartition('.')[2]
+def part_of_page(o):
+    "The part of the page where a public name stands."
+    return SECTIONS[o.__module__.split('.')[1]]
 
 
 def prose(o):
@@ -113,12 +103,17 @@ def section(name, o, title=None):
 
 
 def page():
-    found = {}
+    found, aliases = {}, {}
     for name in fastai_ddp_callbacks.__all__:
         o = getattr(fastai_ddp_callbacks, name)
-        found.setdefault(SECTIONS[kind(o)], []).append(section(name, o))
+        if o.__name__ == name:
+            found.setdefault(part_of_page(o), []).append(section(name, o))
+        else:
+            aliases.setdefault(part_of_page(o), []).append(f'`{name}` is now `{o.__name__}`')
     for name in LEARNER:
         found[SECTIONS['timeline']].append(section(name, getattr(fastai.basics.Learner, name), f'learn.{name}'))
+    for part, lines in aliases.items():
+        found[part].append(f"\nFormer names, which work until 0.3: {', '.join(lines)}.\n")
     names = ', '.join(f'`{o}`' for o in patch.__all__)
     found[SECTIONS['patch']] = [
         f'\n### `fastai_ddp_callbacks.patch`\n\n{prose(patch).split(": ")[0].split(":")[0]}: {names}.\n{example("patch")}'

@@ -58,7 +58,7 @@ class BarrierTimeoutError(DDPError):
 
 
 class BarrierInBranchError(DDPError):
-    "A rendezvous inside `no_barrier()`, where not all ranks come. `call` and `block`: str, where each stands."
+    "A rendezvous inside `no_collectives()`, where not all ranks come. `call` and `block`: str, where each stands."
 
     call: str
     block: str

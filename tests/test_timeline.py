@@ -13,8 +13,8 @@ from fastai_ddp_callbacks import timeline as module
 from fastai_ddp_callbacks.errors import DDPError, RankFailedError
 from fastai_ddp_callbacks.timeline import plot_timeline, straggler_summary, timeline, waits_by_name, waits_by_rank
 from learners import Observed, learner
+from notebooks import client_for
 from ranks import run, values
-from test_notebooks import client_for
 
 LATE = 1.5  # seconds
 

@@ -22,7 +22,7 @@ def test_every_name_that_is_imported_late_is_told_to_editors():
     tree = ast.parse(Path(ours.__file__).read_text())
     block = next(o for o in tree.body if isinstance(o, ast.If) and ast.unparse(o.test) == 'TYPE_CHECKING')
     told = {(o.module, a.asname or a.name) for o in block.body for a in o.names}
-    assert not [k for k, module in ours._V2.items() if not {(module, k), (module, '*')} & told]
+    assert not [k for k, module in {**ours._FASTAI2, **ours._BOTH}.items() if not {(module, k), (module, '*')} & told]
 
 
 @pytest.mark.parametrize('decorator', [ours.main_process_only, ours.once_per_node])

@@ -9,9 +9,10 @@ from typing import Any, Iterator, Literal, Protocol, TypeVar, overload
 
 from .call_site import call_text
 from .propagate import propagate_failure
-from .ranks import rank, world_size
+from .ranks import is_main_process as is_main_process, print_on_main as print_on_main, rank, world_size
 from .reductions import REDUCTIONS
 from .rendezvous import Outcome, Rendezvous
+from .sections import run_on_main as run_on_main  # `is_main_process` and these two: where they were before
 from .wire import decode, encode, to_number
 
 __all__ = ['barrier', 'agree', 'broadcast', 'all_gather', 'all_or_none', 'together']

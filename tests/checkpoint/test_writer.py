@@ -279,7 +279,7 @@ def test_a_process_forked_meanwhile_ends_at_once_by_sigterm():
 PROGRAM = '''
 import os, signal, sys, time, torch
 from fastai_ddp_callbacks import write_checkpoint
-from fastai_ddp_callbacks.writer import Writer
+from fastai_ddp_callbacks.checkpoint.background import Writer
 writer,fsync = Writer(),os.fsync
 os.fsync = lambda fd: (time.sleep(.5), fsync(fd))
 writer.start(lambda o: write_checkpoint(o, sys.argv[1]), {'a':torch.tensor(2)})

@@ -1420,6 +1420,25 @@ def test_a_failure_before_the_first_rendezvous_does_not_disturb_the_next_group()
     assert values(run(scenario, 3)) == [2] * 3
 
 
+def test_a_failure_in_a_new_default_group_is_told_once_however_many_there_were_in_the_one_before():
+    def fails_on_rank_0():
+        try:
+            with propagate_failure():
+                fail() if rank() == 0 else barrier('wait')
+        except (ValueError, RankFailedError) as e:
+            return type(e).__name__
+
+    def scenario():
+        told = [fails_on_rank_0() for _ in range(3)]
+        new_group()
+        told.append(fails_on_rank_0())
+        return told, agree(rank(), 'max', timeout=10)
+
+    zero, one = values(run(scenario, 2))
+    assert zero == (['ValueError'] * 4, 1)
+    assert one == (['RankFailedError'] * 4, 1)
+
+
 def test_a_group_that_is_gone_while_ranks_are_set_leaves_one_process():
     def scenario():
         barrier('x')
