@@ -12,7 +12,7 @@ from .current import current_control
 from .heard import listening
 from .propagate import propagate_failure, report_failure
 from .ranks import alone, rank
-from .this_thread import innermost, is_alone
+from .this_thread import innermost, is_alone, raises_on_all
 from .time_limit import in_seconds
 from .wire import BYTES, NOTHING, Row, decode, encode, fits
 
@@ -78,7 +78,8 @@ class Rendezvous:
             call=str(self.place),
             block=section.place.where,
         )
-        report_failure(error, self.place)
+        if not raises_on_all():
+            report_failure(error, self.place)
         raise error
 
     @contextmanager

@@ -12,7 +12,7 @@ from .nodes import agreed_leader
 from .propagate import report_failure
 from .ranks import has_group, is_main_process, launched_without_group, rank, world_size
 from .rendezvous import Outcome, Rendezvous
-from .this_thread import Section, in_section, innermost, is_alone
+from .this_thread import Section, in_section, innermost, is_alone, raises_on_all
 
 __all__ = [
     'run_on_main',
@@ -130,7 +130,7 @@ def no_collectives() -> Iterator[bool]:
     once, in one process too, and the other ranks hear of it at their next rendezvous."""
     where = call_site()
     place = Place(f'the no_collectives() block at {where}', where)
-    with in_section(Section(place, 'the ranks take different ways')):
+    with in_section(Section(place, 'the ranks take different ways', raises_on_all=False)):
         yield is_main_process()
 
 
@@ -148,7 +148,7 @@ def refuse_on_one_rank(
         call=what,
         block=section.place.where,
     )
-    if not is_alone():  # else the section reports whatever comes out of it
+    if not raises_on_all():
         report_failure(error, what)
     raise error
 

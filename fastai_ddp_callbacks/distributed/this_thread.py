@@ -8,7 +8,7 @@ from typing import Iterator
 
 from .call_site import Place
 
-__all__ = ['Section', 'in_section', 'innermost', 'is_alone']
+__all__ = ['Section', 'in_section', 'innermost', 'is_alone', 'raises_on_all']
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +18,7 @@ class Section:
     place: Place
     why: str  # what keeps the ranks from meeting inside
     skips: bool = False  # whether a rendezvous inside is skipped, as one rank executes it for all; else it is refused
+    raises_on_all: bool = True  # whether what goes wrong inside is raised on all ranks at its end
 
 
 class _Thread(threading.local):
@@ -40,6 +41,11 @@ def in_section(section: Section) -> Iterator[None]:
 def is_alone() -> bool:
     "Whether one rank executes this for all of them."
     return any(section.skips for section in _thread.sections)
+
+
+def raises_on_all() -> bool:
+    "Whether a section around sees to it that all ranks hear of what goes wrong inside."
+    return any(section.raises_on_all for section in _thread.sections)
 
 
 def innermost() -> Section | None:
