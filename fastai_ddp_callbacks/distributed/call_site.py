@@ -32,11 +32,13 @@ class Place(NamedTuple):
 
 @contextmanager
 def doing(
-    kind: str,  # 'wait', 'save', 'load' or 'send'
+    kind: str,  # 'save', 'load' or 'send'
 ) -> Iterator[None]:
-    "Every rendezvous that this thread enters inside the block is of this kind, for `timeline()`."
+    """Every rendezvous that this thread enters inside is of this kind, for `timeline()`; of nested ones the outermost
+    counts. For the callers in this package, as a block or as a decorator."""
     before = _thread.kind
-    _thread.kind = kind
+    if before == 'wait':
+        _thread.kind = kind
     try:
         yield
     finally:

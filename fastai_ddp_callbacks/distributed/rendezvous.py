@@ -1,7 +1,7 @@
 "One rendezvous of all ranks: where it is, whether it takes place, and what this rank brings to it."
 
 from __future__ import annotations
-import io, pickle
+import pickle
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Iterator
@@ -10,6 +10,7 @@ from ..errors import BarrierInBranchError
 from .call_site import place_of
 from .current import current_control
 from .heard import listening
+from .pickling import dumps
 from .propagate import propagate_failure, report_failure
 from .ranks import alone, rank
 from .this_thread import innermost, is_alone, raises_on_all
@@ -42,12 +43,10 @@ class Outcome:
         obj: Any,  # anything that can be pickled
     ) -> None:
         "Bring `obj` as bytes. `TypeError` if it cannot be pickled."
-        file = io.BytesIO()  # whose buffer is sent as it is: one copy of an object that may be as large as a model
         try:
-            pickle.dump(obj, file, protocol=pickle.HIGHEST_PROTOCOL)
+            self.data = dumps(obj)
         except Exception as e:
             raise TypeError(f'A {type(obj).__name__} cannot be sent to the other ranks: {e}') from e
-        self.data = file.getbuffer()
         self.kind, self.bits = BYTES, len(self.data)
 
 

@@ -6,7 +6,7 @@ from typing import Iterator, NamedTuple
 
 import torch
 
-from .call_site import call_text
+from .call_site import call_text, doing
 from .progress import Progress
 from .propagate import propagate_failure
 from .ranks import rank
@@ -33,6 +33,7 @@ class _Piece(NamedTuple):
         return self.tensor.reshape(-1).view(torch.uint8)[self.begin : self.end]
 
 
+@doing('send')
 def broadcast_tensors(
     tensors: list,  # on rank `src` what to send, on the others where to put it; shapes, types as there, on any device
     src: int = 0,  # the rank that sends
