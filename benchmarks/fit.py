@@ -2,26 +2,29 @@
 
     python benchmarks/fit.py [--quick] [--sizes 10 100 500] [--folder DIR] [--json FILE] [--check] [--write [JSON ...]]
 
-Stall: how long a save keeps one process from its next step. `stock` is `learn.save`; `ours` is a save in the foreground;
-`background` copies the weights and writes them in a thread, as `DDPSaveModelCallback(background=True)` does; `copy` is the
-limit, a copy of the weights into memory that is there; `lightning` is what its ModelCheckpoint calls; `lightning async` is
-the same with its AsyncCheckpointIO. Then steps, which are almost only Python, as long as the write is under way; as many
-undisturbed ones are run beside them. Ours wait for the disk and verify; the others do neither.
+Stall: how long a save keeps one process from its next step. `stock` is `learn.save`; `ours` is a save in the
+foreground; `background` copies the weights and writes them in a thread, as `DDPSaveModelCallback(background=True)`
+does; `copy` is the limit, a copy of the weights into memory that is there; `lightning` is what its ModelCheckpoint
+calls; `lightning async` is the same with its AsyncCheckpointIO. Then steps, which are almost only Python, as long as
+the write is under way; as many undisturbed ones are run beside them. Ours wait for the disk and verify; the others do
+neither.
 
-Whole fits: 2 ranks with gloo, frozen embeddings of 100 MB and a head that is trained, and a save after every epoch, as each is
-better than the one before; at the end the best is loaded on both ranks. `none` saves nothing. Lightning's fit is its own
-Trainer with DDP and ModelCheckpoint. Time in checkpointing is rank 0's in the callback (and in the loading that Lightning's
-user does), and starts when both ranks are there. Collectives are those of Python, not the gradients'; memory is anonymous.
+Whole fits: 2 ranks with gloo, frozen embeddings of 100 MB and a head that is trained, and a save after every epoch, as
+each is better than the one before; at the end the best is loaded on both ranks. `none` saves nothing. Lightning's fit
+is its own Trainer with DDP and ModelCheckpoint. Time in checkpointing is rank 0's in the callback (and in the loading
+that Lightning's user does), and starts when both ranks are there. Collectives are those of Python, not the gradients';
+memory is anonymous.
 
 No save due: epochs with our callback, whose value does not improve, against epochs without any callback, on 2 ranks.
 End of fit: each rank reads and verifies the file, or rank 0 does and sends the weights.
 
-All contenders take turns, round after round (Lightning's in every other one); what is dirty is flushed before each. Medians.
-`--write` makes README.md and stall.png beside this file, with the figures of the other benchmarks too: from the JSON files
-that are given, or measured now. The targets that `--check` holds:"""
+All contenders take turns, round after round (Lightning's in every other one); what is dirty is flushed before each.
+Medians. `--write` makes README.md and stall.png beside this file, with the figures of the other benchmarks too: from
+the JSON files that are given, or measured now. The targets that `--check` holds:"""
 
 from __future__ import annotations
-import argparse, ctypes, gc, io, json, logging, os, platform, socket, statistics, subprocess, sys, tempfile, threading, time, warnings
+import argparse, ctypes, gc, io, json, logging, os, platform, socket
+import statistics, subprocess, sys, tempfile, threading, time, warnings
 from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -207,7 +210,8 @@ class Net(torch.nn.Module):
 
 
 class Clock:
-    "What a rank spends in some calls, when both ranks have come to them; and how many collectives there were at each epoch's end."
+    """What a rank spends in some calls, when both ranks have come to them; and how many collectives there were at
+    each epoch's end."""
 
     def __init__(self, meet, begin=lambda *_: None):
         self.meet, self.begin, self.spent, self.collectives, self.ends = meet, begin, dict(saving=0.0, end=0.0), [], []
@@ -564,7 +568,8 @@ def tables(r):
     f = r['fits']
     of = [(k, f[k]['checkpointing']) for k in ('stock', 'lightning', 'lightning async') if k in f]
     yield (
-        f"Whole fits of {EPOCHS} epochs with as many saves of {FIT_MB} MB on 2 ranks, ms; medians of {f['rounds']} fits",
+        f'Whole fits of {EPOCHS} epochs with as many saves of {FIT_MB} MB on 2 ranks, ms; '
+        f"medians of {f['rounds']} fits",
         (
             '',
             'fit',
@@ -643,7 +648,8 @@ def main():
     parser.add_argument(
         '--quick',
         action='store_true',
-        help='fewer rounds, in about a minute: the disk has not settled then, and a ratio of whole fits may be off by a fifth',
+        help='fewer rounds, in about a minute: the disk has not settled then, '
+        'and a ratio of whole fits may be off by a fifth',
     )
     parser.add_argument('--json', type=Path, help='write the figures to this file')
     parser.add_argument('--check', action='store_true', help='exit with 1 if a target is missed')

@@ -100,11 +100,13 @@ def main():
         medians, rounds = measure(size, 200, 10, 6 if args.quick else 30)
         results[size] = medians
         print(
-            f'\n{size} ranks, medians of {rounds} rounds of 10 calls{"":8}{"us":>8}{"of dist.barrier":>17}{"ours: barrier, agree of it":>29}'
+            f'\n{size} ranks, medians of {rounds} rounds of 10 calls{"":8}{"us":>8}{"of dist.barrier":>17}'
+            f'{"ours: barrier, agree of it":>29}'
         )
         for name, t in medians.items():
             print(
-                f'  {name:40}{t * 1e6:14.0f}{t / medians["dist.barrier"]:17.2f}{medians["barrier"] / t:18.2f}{medians["agree"] / t:11.2f}',
+                f'  {name:40}{t * 1e6:14.0f}{t / medians["dist.barrier"]:17.2f}{medians["barrier"] / t:18.2f}'
+                f'{medians["agree"] / t:11.2f}',
                 flush=True,
             )
         missed += [

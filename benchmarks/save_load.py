@@ -5,7 +5,8 @@
 `ours` writes a checksum and waits until the disk has it, replaces the old file in one step, and verifies what it reads.
 `stock` is `learn.save` and `learn.load`. `lightning` is what its ModelCheckpoint calls, `trainer.save_checkpoint`, and
 what its trainer does to restore weights. `raw` is the limit: the bytes of our file, already in memory, written, synced
-and moved over the old file; read into memory that is already there. Stock and lightning neither wait for the disk nor verify.
+and moved over the old file; read into memory that is already there. Stock and lightning neither wait for the disk nor
+verify.
 
 All contenders save the same weights over their own last file, and take turns, round after round; everything dirty is
 flushed before each run. Loads go into the model that is there, on 1, 2 and 4 ranks at once from one file in the page

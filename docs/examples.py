@@ -1,4 +1,6 @@
-"""The examples of `api.md`, by name of what they show. Each runs by itself: on two ranks with `@two`, else in one process.
+"""The examples of `api.md`, by name of what they show.
+
+Each runs by itself: on two ranks with `@two`, else in one process.
 
 They find `learn` and `other_model` in place, as `tests/docs/test_docs.py` gives them."""
 # ruff: noqa: F821

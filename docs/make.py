@@ -19,7 +19,8 @@ HEAD = '''# Every name
 
 `from fastai_ddp_callbacks import` any of these. Made from the code by `docs/make.py`.
 
-The examples run as they stand, on one process or on two where it says `2 ranks`; `learn` is a small `Learner` with the metric `accuracy`, `other_model` a model with another shape.
+The examples run as they stand, on one process or on two where it says `2 ranks`; `learn` is a small `Learner` with the
+metric `accuracy`, `other_model` a model with another shape.
 '''
 SECTIONS = dict(  # by folder or file of the package
     fastai2='Train',
@@ -115,9 +116,8 @@ def page():
     for part, lines in aliases.items():
         found[part].append(f"\nFormer names, which work until 0.3: {', '.join(lines)}.\n")
     names = ', '.join(f'`{o}`' for o in patch.__all__)
-    found[SECTIONS['patch']] = [
-        f'\n### `fastai_ddp_callbacks.patch`\n\n{prose(patch).split(": ")[0].split(":")[0]}: {names}.\n{example("patch")}'
-    ]
+    about = prose(patch).split(':')[0]
+    found[SECTIONS['patch']] = [f'\n### `fastai_ddp_callbacks.patch`\n\n{about}: {names}.\n{example("patch")}']
     return HEAD + ''.join(f'\n## {o}\n' + ''.join(found[o]) for o in dict.fromkeys(SECTIONS.values()))
 
 

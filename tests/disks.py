@@ -24,7 +24,8 @@ def mount(folder, size=None, read_only=False):
 
 @contextmanager
 def disk(folder, size=None, read_only=False):
-    "An empty disk in the place of `folder` for the time of the block, if we may mount one, and else the folder. Tells which."
+    """An empty disk in the place of `folder` for the time of the block, if we may mount one, and else the folder.
+    Tells which."""
     folder.mkdir(parents=True, exist_ok=True)
     mounted = mount(folder, size, read_only)
     try:
@@ -35,8 +36,9 @@ def disk(folder, size=None, read_only=False):
 
 
 def own_disk(folder, lag=0.1):
-    """From now on this rank has an empty disk of its own in the place of `folder`, if it may mount one, and else sees another
-    folder in its place; it waits `lag` seconds for a file. Gives what brings the files there that the others have."""
+    """From now on this rank has an empty disk of its own in the place of `folder`; it waits `lag` seconds for a file.
+
+    If it may not mount one, it sees another folder in its place. Gives what brings the files there that the others have."""
     folder.mkdir(parents=True, exist_ok=True)
     real, own, loading._LAG = os.open(folder, os.O_RDONLY), folder, lag
     if not (unshare(NEW_MOUNTS) and _libc.mount(b'none', b'/', None, _PRIVATE, None) == 0 and mount(folder)):
@@ -45,7 +47,8 @@ def own_disk(folder, lag=0.1):
         def seen(path):
             return own / Path(path).name if not isinstance(path, int) and Path(path).parent == folder else path
 
-        checkpoint.open = lambda path, *args, **kwargs: open(seen(path), *args, **kwargs)
+        open_regular = checkpoint.open_regular
+        checkpoint.open_regular = lambda path: open_regular(seen(path))
 
     def arrive():
         for o in os.listdir(real):

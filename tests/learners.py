@@ -1,4 +1,5 @@
-"Small learners, and callbacks that bring about what the tests are about. Imported in ranks and in the tests' own process."
+"""Small learners, and callbacks that bring about what the tests are about. Imported in ranks and in the tests' own
+process."""
 
 from __future__ import annotations
 import hashlib
@@ -45,7 +46,8 @@ class Observed(Observes, DDPSaveModelCallback):
         self._observed(super()._load_best)
 
 
-OF_AN_EPOCH = 3  # collectives of an epoch in `ddp_ctx`, whatever the callbacks: the order in training and in validation, the averages
+# collectives of an epoch in `ddp_ctx`, whatever the callbacks: the order in training and in validation, the averages
+OF_AN_EPOCH = 3
 
 
 class Trace:

@@ -9,6 +9,8 @@ from fastai_ddp_callbacks import rank
 class Observes:
     "Notes when a file is written and read, and takes its time over it where told: `slow={'write':2}`, on `slow_rank`."
 
+    sleep = staticmethod(time.sleep)
+
     def __init__(self, *args, slow=None, slow_rank=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.slow, self.slow_rank, self.events = slow or {}, slow_rank, []
@@ -16,7 +18,7 @@ class Observes:
     def _do(self, what, f, *args, **kwargs):
         self.events.append((f'wants to {what}', time.monotonic()))
         if self.slow_rank in (None, rank()):
-            time.sleep(self.slow.get(what, 0))
+            self.sleep(self.slow.get(what, 0))
         res = f(*args, **kwargs)
         self.events.append((what, time.monotonic()))
         return res

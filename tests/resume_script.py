@@ -1,4 +1,5 @@
-"A training for launchers: `resume_script.py FOLDER [--die EPOCH BATCH]`. A rank that is to die does so once, the first time that it comes there."
+"""A training for launchers: `resume_script.py FOLDER [--die EPOCH BATCH]`. A rank that is to die does so once, the
+first time that it comes there."""
 
 import argparse, os, signal, sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"Fits that are killed and started again: a learner with all kinds of randomness, ways to end early, and what a fit came to."
+"""Fits that are killed and started again: a learner with all kinds of randomness, ways to end early, and what a fit
+came to."""
 
 from __future__ import annotations
 import os, random, signal, warnings

@@ -138,7 +138,18 @@ def traced(
     pid = os.fork()
     if not pid:
         _child(f)
-    calls, now, info = [], None, _Info()
+    calls, now = [], None
+    for info in _stops(pid):
+        if info.op == 1 and info.nr in _CALLS:
+            calls.append(now := _call(pid, info))
+        elif info.op == 2 and now:
+            now.result, now = info.nr, None
+    return calls
+
+
+def _stops(pid):
+    "What the kernel tells at the entry and the exit of each call, while the process stands still."
+    info = _Info()
     os.waitpid(pid, 0)
     _ptrace(_SETOPTIONS, pid, None, _SYSGOOD | _EXITKILL)
     sent = 0
@@ -148,12 +159,63 @@ def traced(
         if not os.WIFSTOPPED(status):
             break
         sent = 0 if os.WSTOPSIG(status) == signal.SIGTRAP | 0x80 else os.WSTOPSIG(status)
-        if sent:
-            continue
-        _ptrace(_SYSCALL_INFO, pid, ctypes.sizeof(info), ctypes.addressof(info))
-        if info.op == 1 and info.nr in _CALLS:
-            calls.append(now := _call(pid, info))
-        elif info.op == 2 and now:
-            now.result, now = info.nr, None
+        if not sent:
+            _ptrace(_SYSCALL_INFO, pid, ctypes.sizeof(info), ctypes.addressof(info))
+            yield info
     assert status == 0, f'the traced process ended with status {status}'
-    return calls
+
+
+# -- calls that fail
+
+_CHANGING = dict(_X86, mkdir=83, utimensat=280, flock=73)  # what changes a disk, and `openat` if it makes a file
+for _name in 'read', 'mmap', 'pread64', 'sync_file_range', 'flock':
+    _CHANGING.pop(_name)
+_POKEUSER, _RAX, _RDX, _ORIG_RAX = 6, 80, 96, 120  # offsets of registers, x86_64
+_CREATES = os.O_CREAT | os.O_TRUNC
+
+
+def can_fail() -> bool:
+    return platform.machine() == 'x86_64'
+
+
+def failing(
+    f,  # called without arguments in a forked process
+    folder,  # calls that change something in here count
+    at,  # the number of the call that fails, from 0
+    error,  # errno; None for a call that writes a part of what it is given, and reports that
+):  # the `Call` that failed; None if there were fewer
+    pid = os.fork()
+    if not pid:
+        _child(f)
+    numbers = {v: k for k, v in _CHANGING.items()}
+    seen, failed, pending = 0, None, False
+    for info in _stops(pid):
+        if info.op == 2 and pending:
+            pending = False
+            _ptrace(_POKEUSER, pid, _RAX, -error)
+        if info.op != 1 or failed or info.nr not in numbers:
+            continue
+        call = _named(pid, info, numbers[info.nr])
+        if call is None or not any(path.startswith(str(folder)) for path in call.paths):
+            continue
+        if seen == at:
+            failed = call
+            if error is None:
+                if call.name in ('write', 'writev', 'pwrite64') and info.args[2] > 1:
+                    _ptrace(_POKEUSER, pid, _RDX, info.args[2] // 2)
+            else:
+                pending = True
+                _ptrace(_POKEUSER, pid, _ORIG_RAX, -1)
+        seen += 1
+    return failed
+
+
+def _named(pid, info, name):
+    "The call with the files it names; None if it changes nothing."
+    if name == 'openat' and not info.args[2] & _CREATES:
+        return None
+    if name == 'mkdir':
+        return Call(name, (_text(pid, info.args[0]),))
+    if name == 'utimensat':
+        return Call(name, (_text(pid, info.args[1]) if info.args[1] else '',))
+    return _call(pid, info)

@@ -19,7 +19,7 @@ FLOORS = [
     {'demo', 'commands'},
     {'cli', 'patch'},
 ]
-FRIENDS = {('checkpoint', 'distributed'), ('commands', 'demo')}
+FRIENDS = {('commands', 'demo')}
 WITHOUT_FASTAI = {'errors', 'process', 'installed', 'distributed', 'checkpoint', 'training'}
 
 

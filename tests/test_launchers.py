@@ -3,8 +3,9 @@
 import os, re, socket, subprocess, sys
 from pathlib import Path
 
-import torch
+import pytest, torch
 
+pytestmark = pytest.mark.begins_early
 SCRIPT = Path(__file__).parent.parent / 'nbs' / 'examples' / 'train_ddp.py'
 
 

@@ -18,8 +18,9 @@ from fastai_ddp_callbacks import ddp_ctx
 
 set_seed(1)
 learn = synth_learner(n_trn=2, path=path, cuda=False)
-with ddp_ctx(learn): learn.fit(5, 1e-3, cbs=[Records(losses), SaveModelCallback(fname='mine'), EarlyStoppingCallback(patience=2), ReduceLROnPlateau(patience=1),
-                                             TerminateOnNaNCallback()])
+trackers = [SaveModelCallback(fname='mine'), EarlyStoppingCallback(patience=2), ReduceLROnPlateau(patience=1)]
+with ddp_ctx(learn):
+    learn.fit(5, 1e-3, cbs=[Records(losses), *trackers, TerminateOnNaNCallback()])
 '''
 
 

@@ -7,52 +7,83 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 
 import numpy as np, torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import CorruptCheckpointError, UnsafeCheckpointError
+from .state import is_sharded, sharded_message
 
-_PLAIN = torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, str, bytes, bool, int, float, complex, type(None)
-_END, _LOCATOR = 22, 20  # bytes of zip's end record, and of what stands before it in a large archive
+__all__ = ['refuse_unsafe', 'refuse_inflating', 'allowed']
+
+_LAZY = (UninitializedParameter, UninitializedBuffer)
+_PLAIN = (
+    torch.Tensor,
+    torch.nn.Parameter,
+    *_LAZY,
+    torch.dtype,
+    torch.device,
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+)
+_LONGEST_INT = 2032  # bits; torch reads no longer integers back
+_END_SIZE = 22  # bytes of zip's end record
+_LOCATOR_SIZE = 20  # bytes of what stands before it in a large archive
+_END64_SIZE = 56  # bytes of the large archive's own end record, which stands before that
 
 
 # -- before writing
 
 
 def refuse_unsafe(
-    o,  # what is to be saved
+    value,  # what is to be saved
     path,  # where
-    name='state',
-):
+    name: str = 'state',  # what it is called in a message
+) -> None:
     "`UnsafeCheckpointError` for what could not be read again. Better now than at the end of training."
-    if type(o) in (dict, OrderedDict):
-        for k, v in o.items():
-            refuse_unsafe(k, path, f'a key of {name}'), refuse_unsafe(v, path, f'{name}[{k!r}]')
-    elif type(o) in (list, tuple, torch.Size):
-        for i, v in enumerate(o):
+    if type(value) in (dict, OrderedDict):
+        for k, v in value.items():
+            refuse_unsafe(k, path, f'a key of {name}')
+            refuse_unsafe(v, path, f'{name}[{k!r}]')
+    elif type(value) in (list, tuple, torch.Size):
+        for i, v in enumerate(value):
             refuse_unsafe(v, path, f'{name}[{i}]')
-    elif (
-        type(o) not in _PLAIN or type(o) is bytes and not o or type(o) is int and o.bit_length() > 2032
-    ):  # torch reads no longer integers back
+    elif is_sharded(value):
+        raise UnsafeCheckpointError(f'{path} is not written: {name} {sharded_message(value)}', path)
+    elif not _can_be_read_again(value):
+        what = 'empty bytes' if value == b'' else f'a {type(value).__name__}'
         raise UnsafeCheckpointError(
-            f'{path} is not written: {name} is {"empty bytes" if o == b"" else f"a {type(o).__name__}"}, and a file is only safe to read '
-            'if it holds nothing but tensors and plain values.',
+            f'{path} is not written: {name} is {what}, and a file is only safe to read if it holds nothing but tensors '
+            'and plain values.',
             path,
         )
+
+
+def _can_be_read_again(value):
+    if type(value) is bytes:
+        return bool(value)
+    if type(value) is int:
+        return value.bit_length() <= _LONGEST_INT
+    return type(value) in _PLAIN
 
 
 # -- before reading
 
 
 def refuse_inflating(
-    f,  # the file, open
+    f,  # the file, open for reading in binary
     zipped: bool,  # whether it is an archive, as `torch.save` makes it today
     path,  # for messages
-):
+) -> None:
     "`CorruptCheckpointError` or `UnpicklingError` for what torch would make more memory of than the file has bytes."
     if not zipped:
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found = bool(_BYTEARRAY.search(data))
     else:
-        found = any(_BYTEARRAY.search(o) for o in _pickles(f, path))
+        found = any(_BYTEARRAY.search(pickled) for pickled in _pickles(f, path))
     if found:
         raise UnpicklingError('a bytearray')  # torch allows it, with a size; nothing that is saved needs it
 
@@ -61,27 +92,40 @@ _BYTEARRAY = re.compile(rb'c(builtins|__builtin__)\nbytearray\n')
 
 
 def _pickles(f, path):
-    archive, size = zipfile.ZipFile(f), os.fstat(f.fileno()).st_size
-    entries, end = archive.infolist(), size - _END - len(archive.comment)
-    f.seek(max(end - _LOCATOR, 0))
-    tail = f.read(_LOCATOR + 4)
-    # Two readers may find two lists of contents in one file. Only where the list stands right before the end, and is said to, do all find the same.
-    agreed = tail[_LOCATOR:] == b'PK\5\6' and (
-        tail[:4] != b'PK\6\7' or int.from_bytes(tail[8:16], 'little') == end - 76
-    )
-    packed = (
-        any(o.compress_type != zipfile.ZIP_STORED for o in entries) or sum(o.file_size for o in entries) > size
-    )  # `torch.save` packs nothing
-    if not agreed or not entries or min(o.header_offset for o in entries) or packed:
+    archive = zipfile.ZipFile(f)
+    size = os.fstat(f.fileno()).st_size
+    entries = archive.infolist()
+    if not entries or not _all_readers_agree(f, archive, size) or _is_packed(entries, size):
         raise CorruptCheckpointError(
-            f'{path} was refused: it unpacks to something else or more than it holds, as nothing does that torch saves.',
+            f'{path} was refused: it unpacks to something else or more than it holds, as nothing does that torch '
+            'saves.',
             path,
         )
-    for o in entries:
-        if o.filename.endswith('/data.pkl'):
-            f.seek(o.header_offset + 26)
-            f.seek(sum(struct.unpack('<HH', f.read(4))), 1)
-            yield f.read(o.file_size)
+    for entry in entries:
+        if entry.filename.endswith('/data.pkl'):
+            f.seek(entry.header_offset + 26)
+            lengths = struct.unpack('<HH', f.read(4))
+            f.seek(sum(lengths), os.SEEK_CUR)
+            yield f.read(entry.file_size)
+
+
+def _all_readers_agree(f, archive, size):
+    """Two readers may find two lists of contents in one file. Only where the list stands right before the end, and is
+    said to, do all find the same."""
+    end = size - _END_SIZE - len(archive.comment)
+    f.seek(max(end - _LOCATOR_SIZE, 0))
+    tail = f.read(_LOCATOR_SIZE + 4)
+    if tail[_LOCATOR_SIZE:] != b'PK\5\6' or min(entry.header_offset for entry in archive.infolist()):
+        return False
+    is_large = tail[:4] == b'PK\6\7'
+    return not is_large or int.from_bytes(tail[8:16], 'little') == end - _LOCATOR_SIZE - _END64_SIZE
+
+
+def _is_packed(entries, size):
+    "Whether it grows when it is read; `torch.save` packs nothing."
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        return True
+    return sum(entry.file_size for entry in entries) > size
 
 
 # -- while reading
@@ -98,9 +142,10 @@ def allowed():
         before = torch.serialization.get_safe_globals()
         torch.serialization.add_safe_globals(
             [
-                *((_number, f'numpy.{o}.multiarray.scalar') for o in ('core', '_core')),
+                *((_number, f'numpy.{module}.multiarray.scalar') for module in ('core', '_core')),
                 np.dtype,
-                *(getattr(np.dtypes, o) for o in np.dtypes.__all__),
+                *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
+                *_LAZY,
                 *([core.L] if core else []),
             ]
         )

@@ -1,148 +1,191 @@
 "What is in a checkpoint: the states of a model and an optimizer, in plain types and under plain names."
 
 from __future__ import annotations
-import re
+from collections.abc import Callable, Iterator
 
 import numpy as np, torch, xxhash
+from torch.nn.parameter import is_lazy
 
-from ..errors import MismatchedCheckpointError
+from ..errors import CheckpointError, MismatchedCheckpointError
+from .matching import bare_names, loads_by_itself, match_keys, mismatches, unwrap_model
 
 __all__ = ['model_state', 'load_model_state']
 
 
+# -- trees of dicts and lists
+
+
 def to_builtin(
-    o,  # a state of an optimizer, say
+    value,  # a state of an optimizer, for instance
 ):  # the same in types that torch loads safely
     "numpy's numbers as Python's; lists and tensors of any class as lists and tensors."
-    if isinstance(o, dict):
-        return {k: to_builtin(v) for k, v in o.items()}
-    if isinstance(o, torch.Tensor):
-        return o.detach() if type(o).__module__.startswith('torch') else o.detach().as_subclass(torch.Tensor)
-    if isinstance(o, (np.generic, np.ndarray)):
-        return o.tolist()
-    if isinstance(o, tuple):
-        return tuple(map(to_builtin, o))
-    return o if isinstance(o, (str, bytes)) or not hasattr(o, '__iter__') else list(map(to_builtin, o))
+    if isinstance(value, dict):
+        return {k: to_builtin(v) for k, v in value.items()}
+    if isinstance(value, torch.Tensor):
+        return _to_builtin_tensor(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, tuple):
+        return tuple(map(to_builtin, value))
+    return value if isinstance(value, (str, bytes)) or not hasattr(value, '__iter__') else list(map(to_builtin, value))
 
 
-def tensors_of(o) -> list:
+def _to_builtin_tensor(t):
+    if is_lazy(t):
+        return t  # there are no numbers yet, and torch saves it as it is
+    return t.detach() if type(t).__module__.startswith('torch') else t.detach().as_subclass(torch.Tensor)
+
+
+def tensors_of(
+    tree,  # dicts and lists
+) -> list[torch.Tensor]:
     "The tensors in dicts and lists, in order."
-    if isinstance(o, torch.Tensor):
-        return [o]
-    return [
-        t
-        for v in (o.values() if isinstance(o, dict) else o if isinstance(o, (list, tuple)) else ())
-        for t in tensors_of(v)
-    ]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [t for part in tree for t in tensors_of(part)]
 
 
-def tree_map(o, f, kinds=torch.Tensor):
-    "`o` with `f` of each tensor (or of what else is of one of `kinds`) in its dicts and lists."
-    if isinstance(o, kinds):
-        return f(o)
-    if isinstance(o, dict):
-        return {k: tree_map(v, f, kinds) for k, v in o.items()}
-    return type(o)(tree_map(v, f, kinds) for v in o) if isinstance(o, (list, tuple)) else o
+def tree_map(
+    tree,  # dicts and lists
+    function: Callable,  # called with each leaf
+    kinds=torch.Tensor,  # class or classes of the leaves
+):
+    "`tree` with `function` of each tensor (or of what else is of one of `kinds`) in its dicts and lists."
+    if isinstance(tree, kinds):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {k: tree_map(v, function, kinds) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(tree_map(v, function, kinds) for v in tree)
+    return tree
 
 
-def size_of(o) -> int:
-    "How many bytes the tensors in `o` have, about."
-    return sum(t.nbytes for t in tensors_of(o) if t.layout == torch.strided)
+def size_of(
+    tree,  # dicts and lists
+) -> int:
+    "How many bytes the tensors in `tree` have, about."
+    return sum(t.nbytes for t in tensors_of(tree) if t.layout == torch.strided and not is_lazy(t))
 
 
 def detached_copy(
-    o,  # what `read_checkpoint` gave, or a part of it
+    tree,  # what `read_checkpoint` returned, or a part of it
     device='cpu',  # where to put it
 ):  # the same with tensors of its own, which do not need the file
     "Copy tensors out of the mapped file."
-    return tree_map(o, lambda t: t.to(device, copy=True))
+    return tree_map(tree, lambda t: t if is_lazy(t) else t.to(device, copy=True))
 
 
-def unwrap_model(model):
-    "The model inside wrappers for distribution and compilation."
-    while True:
-        inner = getattr(model, '_orig_mod', None) or (model.module if isinstance(model, _WRAPPERS) else None)
-        if inner is None:
-            return model
-        model = inner
+# -- models
 
 
-_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-
-
-def _plain_name(key):
-    return re.sub(r'(^|(?<=\.))_orig_mod\.', '', re.sub(r'^((module|_orig_mod)\.)+', '', key))
-
-
-def model_state(model) -> dict:
-    "The state dict of a model, wrapped or not, with the names that the bare model has."
-    return {
-        re.sub(r'(^|(?<=\.))_orig_mod\.', '', k): to_builtin(v) if isinstance(v, torch.Tensor) else v
-        for k, v in unwrap_model(model).state_dict().items()
-    }
+def model_state(
+    model: torch.nn.Module,  # wrapped or not
+) -> dict:
+    "The state dict of a model, wrapped or not as a whole or in part, with the names that the bare model has."
+    model = unwrap_model(model)
+    names = bare_names(model)
+    return {names(k): to_builtin(v) if isinstance(v, torch.Tensor) else v for k, v in model.state_dict().items()}
 
 
 def load_model_state(
-    model,  # wrapped or not
+    model: torch.nn.Module,  # wrapped or not
     state: dict,  # a state dict, saved from a wrapped or a bare model
     path='',  # the file that it comes from, for messages
 ) -> None:
-    "Copy `state` into `model`; `MismatchedCheckpointError`, with the model unchanged, if names or shapes differ."
-    unwrap_model(model).load_state_dict(matched_state(model, state, path))
+    "Copy `state` into `model`; `MismatchedCheckpointError`, with the model unchanged, if it does not fit."
+    bare = unwrap_model(model)
+    matched = matched_state(model, state, path)
+    # a module that loads by itself may refuse, after others have loaded
+    before = detached_copy(bare.state_dict()) if mismatches(bare, matched) else None
+    try:
+        bare.load_state_dict(matched)
+    except (RuntimeError, LookupError, AttributeError, TypeError, ValueError) as e:
+        if before is not None:
+            bare.load_state_dict({k: v for k, v in before.items() if not _is_lazy_tensor(v)}, strict=False)
+        raise _mismatch(path, f'{type(e).__name__}: {str(e)[:300]}') from e
 
 
-def matched_state(model, state, path=''):
-    "`state` under the names that the bare model has. `MismatchedCheckpointError` if names or shapes differ."
-    own = unwrap_model(model).state_dict()
+def _is_lazy_tensor(value):
+    return isinstance(value, torch.Tensor) and is_lazy(value)
+
+
+def matched_state(
+    model: torch.nn.Module,  # wrapped or not
+    state: dict,  # as for `load_model_state`
+    path='',  # the file that it comes from, for messages
+) -> dict:  # `state` under the names that the unwrapped model has
+    """`MismatchedCheckpointError` if names or shapes differ. A module with a way of its own to load its state, as
+    lazy and quantized ones, decides by itself what it takes, when it loads."""
+    bare = unwrap_model(model)
     if not isinstance(state, dict) or not all(isinstance(k, str) for k in state):
-        raise MismatchedCheckpointError(
-            f'{path or "The checkpoint"} does not fit this model: it does not hold tensors by name.', path
-        )
-    if state.keys() != own.keys():
-        names = {_plain_name(k): k for k in own}
-        state = {names.get(_plain_name(k), k): v for k, v in state.items()}
-
-    def some(keys):
-        return ', '.join(list(keys)[:3]) + (f' and {len(keys) - 3} more' if len(keys) > 3 else '')
-
-    missing, extra = [k for k in own if k not in state], [k for k in state if k not in own]
-    other = [
-        f'{k} ({_told(state[k])} in the file, {_told(v)} in the model)'
-        for k, v in own.items()
-        if k in state and _kind(v) != _kind(state[k])
-    ]
-    wrong = '; '.join(
-        f'{what} {some(keys)}'
-        for what, keys in (('missing:', missing), ('not in the model:', extra), ('of another shape or kind:', other))
-        if keys
-    )
+        raise _mismatch(path, 'it does not hold tensors by name')
+    state = match_keys(bare, state)
+    wrong = [mismatch for mismatch in mismatches(bare, state) if not loads_by_itself(bare, mismatch)]
     if wrong:
-        raise MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model: {wrong}.', path)
+        raise _mismatch(path, '; '.join(_summaries(wrong)))
     return state
 
 
-def _kind(o):
-    "What must be equal for `copy_` to do what one expects."
-    if isinstance(o, torch.Tensor):
-        return tuple(o.shape), o.layout, o.is_complex(), o.is_quantized, o.is_meta
-    stands_for_one = isinstance(getattr(o, 'dtype', None), torch.dtype)
-    return (tuple(o.shape), torch.strided, o.dtype.is_complex, False, False) if stands_for_one else type(o)
+def _mismatch(path, reason):
+    return MismatchedCheckpointError(f'{path or "The checkpoint"} does not fit this model: {reason}.', path)
 
 
-def _told(o):
-    return f'{tuple(o.shape)}' if hasattr(o, 'shape') else type(o).__name__
+def _summaries(wrong) -> Iterator[str]:
+    for what in 'missing', 'not in the model', 'of another shape or kind':
+        texts = [mismatch.text for mismatch in wrong if mismatch.what == what]
+        if texts:
+            more = f' and {len(texts) - 3} more' if len(texts) > 3 else ''
+            yield f'{what}: {", ".join(texts[:3])}{more}'
 
 
 def digest(
-    model,  # wrapped or not
+    model: torch.nn.Module,  # wrapped or not
 ) -> int:  # of 64 bits
-    "A number that differs between models whose weights or buffers differ in a bit. Needs memory for one tensor at a time, if not on the CPU."
+    """A number that differs between models whose weights or buffers differ in a bit. Needs memory for one tensor at a
+    time, if not on the CPU."""
     seen = xxhash.xxh3_64()
-    for v in model_state(model).values():
-        if isinstance(v, torch.Tensor):
-            seen.update(_bytes(v.detach().cpu()).numpy())
+    for value in model_state(model).values():
+        if isinstance(value, torch.Tensor) and not is_lazy(value):
+            seen.update(_bytes(value.detach().cpu()).numpy())
     return seen.intdigest() - (1 << 63)
 
 
 def _bytes(t):
     return (t if t.layout == torch.strided else t.to_dense()).contiguous().reshape(-1).view(torch.uint8)
+
+
+# -- models that are sharded over ranks
+
+
+def is_sharded(value) -> bool:
+    "Whether it is a tensor of which each rank holds a part."
+    return isinstance(value, torch.Tensor) and any(
+        cls.__name__ in ('DTensor', 'ShardedTensor') and cls.__module__.startswith('torch.distributed')
+        for cls in type(value).__mro__
+    )
+
+
+def sharded_message(value) -> str:
+    return (
+        f'is sharded over ranks (a {type(value).__name__}), so that no rank holds it whole. '
+        'Save such a model with torch.distributed.checkpoint.'
+    )
+
+
+def refuse_sharded(
+    model: torch.nn.Module,  # wrapped or not
+    who: str,  # the callback that would save it, for the message
+) -> None:
+    """`CheckpointError` for a model that no rank holds whole (FSDP, tensor parallel). To be called before the first
+    batch."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == 'FullyShardedDataParallel':
+            raise CheckpointError(f'{who}: the model{name and f" ({name})"} {sharded_message(module)}')
+    for kind in model.named_parameters(), model.named_buffers():
+        for name, value in kind:
+            if is_sharded(value):
+                raise CheckpointError(f'{who}: {name!r} of the model {sharded_message(value)}')

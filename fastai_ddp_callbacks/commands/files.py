@@ -1,111 +1,145 @@
-"The commands that look at files of checkpoints: `ls`, `verify`, `show`. They read bytes and metadata, and unpickle nothing."
+"""The commands that look at files of checkpoints: `ls`, `verify`, `show`. They read bytes and metadata, and unpickle
+nothing."""
 
 from __future__ import annotations
 import argparse, json, os, stat, sys, time
+from collections.abc import Iterator
 from contextlib import suppress
 
 from ..checkpoint.file import read_metadata, verify_checkpoint
 from ..errors import CheckpointError, CorruptCheckpointError, NewerCheckpointError
 from ..training.resume_files import progress
+from .output import (
+    ReadingBar,
+    format_age,
+    format_size,
+    format_time,
+    is_time,
+    print_json,
+    print_line,
+    print_table,
+    word,
+)
 
 __all__ = ['ls_arguments', 'ls', 'verify_arguments', 'verify', 'show_arguments', 'show']
+
+_print, _print_json, _size = print_line, print_json, format_size  # as `doctor` and `diagnosis` import them
 
 
 # -- the commands
 
 
-def ls_arguments(parser):
+def ls_arguments(parser) -> None:
     _arguments(parser, 'dir', _folder, 'folder to look in, with the folders in it')
 
 
-def verify_arguments(parser):
+def verify_arguments(parser) -> None:
     _arguments(parser, 'path', _file_or_folder, 'file, or folder with files', nargs='+')
 
 
-def show_arguments(parser):
+def show_arguments(parser) -> None:
     _arguments(parser, 'path', _file, 'file to look at')
 
 
 def ls(args) -> int:
-    "A table of the checkpoints in a folder, oldest first; gives the exit status."
-    found = sorted(_examined(_inside(args.dir), lambda o: os.path.relpath(o, args.dir)), key=lambda o: o['time'])
+    "A table of the checkpoints in a folder, oldest first; returns the exit status."
+    found = list(_examined(_inside(args.dir), lambda path: os.path.relpath(path, args.dir)))
+    found.sort(key=lambda seen: seen['time'])
     if args.json:
-        _print_json(found)
+        print_json(found)
     elif found:
-        _print_table([_COLUMNS, *map(_row, found)])
+        print_table([_COLUMNS, *map(_row, found)], to_the_right=('size', 'age'))
     else:
-        _print(_NONE.format(_word(args.dir)))
+        print_line(_NONE.format(word(args.dir)))
     return _status(found)
 
 
 def verify(args) -> int:
-    "A line for each file, as soon as it is read; gives the exit status."
-    files, found = {}, []
+    "A line for each file, as soon as it is read; returns the exit status."
+    files = {}
+    found = []
     for path in args.path:
         inside = _inside(path) if os.path.isdir(path) else {path: None}
         if not inside and not args.json:
-            _print(_NONE.format(_word(path)))
+            print_line(_NONE.format(word(path)))
         files.update(inside)
-    for o in _examined(files, named=args.path):
-        found.append(o)
+    for seen in _examined(files, named=args.path):
+        found.append(seen)
         if not args.json:
-            _print(f"{_word(o['name'])}: {_state(o)}")
+            print_line(f"{word(seen['name'])}: {_state(seen)}")
     if args.json:
-        _print_json(found)
+        print_json(found)
     if not found:
         print('Nothing has been verified.', file=sys.stderr)
     return _status(found) if found else 1
 
 
 def show(args) -> int:
-    "What a file says of itself; gives the exit status."
-    (o,) = _examined({args.path: None}, named=[args.path])
+    "What a file says of itself; returns the exit status."
+    (seen,) = _examined({args.path: None}, named=[args.path])
     if args.json:
-        _print_json(o)
-    else:
-        _print(f"{_word(o['name'])}: {_state(o)}, {_size(o['size'])}")
-        meta = o['metadata'] or {}  # a step to the right of the state, which only we may tell
-        if meta.get('resume') and o['state'] == 'whole':
-            _print(f'  a fit goes on with it after {_progress(meta)}')
-        if not meta:
-            _print('  no metadata' + (': this package did not write it' if o['state'] == 'no checksum' else ''))
-        width = min(max((len(_word(k)) for k in meta), default=0), 20)
-        for k, v in meta.items():
-            _print(f'  {_word(k):<{width}}  {_clock(v) if k == "time" and _is_time(v) else _word(v)}')
-    return _status([o])
+        print_json(seen)
+        return _status([seen])
+    print_line(f"{word(seen['name'])}: {_state(seen)}, {format_size(seen['size'])}")
+    for line in _described(seen):
+        print_line(f'  {line}')  # a step to the right of the state, which only we may print
+    return _status([seen])
+
+
+def _described(seen) -> Iterator[str]:
+    meta = seen['metadata'] or {}
+    if meta.get('resume') and seen['state'] == 'whole':
+        yield f'a fit goes on with it after {_progress(meta)}'
+    if not meta:
+        yield 'no metadata' + (': this package did not write it' if seen['state'] == 'no checksum' else '')
+    width = _width(meta)
+    for k, v in meta.items():
+        if k == 'time' and is_time(v):
+            yield f'{word(k):<{width}}  {format_time(v)}'
+        elif isinstance(v, dict) and v:  # as the metrics; deeper ones stay on their line
+            yield word(k)
+            yield from (f'  {word(name):<{_width(v)}}  {word(value)}' for name, value in v.items())
+        else:
+            yield f'{word(k):<{width}}  {word(v)}'
+
+
+def _width(names):
+    return min(max((len(word(name)) for name in names), default=0), 20)
 
 
 def _progress(meta):
-    told = all(type(meta.get(k)) is int for k in ('epoch', 'n_epoch', 'batch', 'n_iter')) and 'finished' in meta
-    return progress(meta) if told else 'a moment that it does not say'
+    is_complete = all(type(meta.get(k)) is int for k in ('epoch', 'n_epoch', 'batch', 'n_iter')) and 'finished' in meta
+    return progress(meta) if is_complete else 'a moment that it does not say'
 
 
 _NONE = 'No checkpoints (*.pth) in {}.'
 
 
 def _status(found):
-    return 0 if all(o['state'] in ('whole', 'no checksum') for o in found) else 1
+    return 0 if all(seen['state'] in ('whole', 'no checksum') for seen in found) else 1
 
 
 # -- looking
 
 
 def _inside(folder):
-    "{path: None} of the checkpoints in a folder, and {path: error} of the folders in it that cannot be read; oldest first."
+    """{path: None} of the checkpoints in a folder, and {path: error} of the folders in it that cannot be read; oldest
+    first."""
     files = {}
     for root, _, names in os.walk(folder, onerror=lambda e: files.update({e.filename: e})):
-        files.update({os.path.join(root, o): None for o in names if o.endswith('.pth')})
-    stats = {o: _stat(o) for o in files}
+        files.update({os.path.join(root, name): None for name in names if name.endswith('.pth')})
+    stats = {path: _stat(path) for path in files}
 
-    def order(o):  # of several names for one file, the most telling first
-        return (stats[o].st_mtime if stats[o] else 0, os.path.islink(o), -len(os.path.basename(o)), o)
+    def order(path):  # of several names for one file, the most telling first
+        mtime = stats[path].st_mtime if stats[path] else 0
+        return mtime, os.path.islink(path), -len(os.path.basename(path)), path
 
-    def may_be_read(o):
-        return (
-            files[o] or not stats[o] or stat.S_IFMT(stats[o].st_mode) in (stat.S_IFREG, stat.S_IFLNK)
-        )  # a pipe would block
+    def may_be_read(path):
+        if files[path] or not stats[path]:
+            return True
+        return stat.S_IFMT(stats[path].st_mode) in (stat.S_IFREG, stat.S_IFLNK)  # a pipe would block
 
-    return {o: files[o] for o in sorted(files, key=order) if may_be_read(o)}
+    return {path: files[path] for path in sorted(files, key=order) if may_be_read(path)}
 
 
 def _stat(path):
@@ -119,24 +153,32 @@ def _stat(path):
 def _examined(
     files,  # {path: None, or the error that there was}
     name=str,  # of a path, for the reader
-    named=(),  # paths that were asked for; another one that is gone by now was deleted by a running job, and is left out
+    named=(),  # paths that were asked for; of the others those that a running job has deleted by now are left out
 ):
     "What there is to say about each file, in turn. A file with several names is read once."
-    stats = {o: _stat(o) for o in files}
-    ids = {o: (s.st_dev, s.st_ino) if s else o for o, s in stats.items()}
-    bar, first = _Bar(sum({ids[o]: s.st_size for o, s in stats.items() if s}.values())), {}
+    stats = {path: _stat(path) for path in files}
+    ids = {path: (s.st_dev, s.st_ino) if s else path for path, s in stats.items()}
+    sizes = {ids[path]: s.st_size for path, s in stats.items() if s}
+    bar = ReadingBar(sum(sizes.values()))
+    first = {}
     for path, error in files.items():
-        if ids[path] in first:
-            yield dict(first[ids[path]], name=name(path), same_as=first[ids[path]]['name'])
-        elif seen := ('unreadable', error.strerror, None) if error else _examine(path, bar, path in named):
-            size, mtime = (stats[path].st_size, stats[path].st_mtime) if stats[path] else (0, 0)
+        known = first.get(ids[path])
+        if known:
+            yield dict(known, name=name(path), same_as=known['name'])
+            continue
+        seen = ('unreadable', error.strerror, None) if error else _examine(path, bar, path in named)
+        if seen:
+            size = stats[path].st_size if stats[path] else 0
+            mtime = stats[path].st_mtime if stats[path] else 0
             bar.end(size)
-            state, reason, meta = seen
-            when = meta['time'] if meta and _is_time(meta.get('time')) else mtime
-            first[ids[path]] = dict(
-                name=name(path), state=state, reason=reason, same_as=None, size=size, time=when, metadata=meta
-            )
+            first[ids[path]] = _record(name(path), seen, size, mtime)
             yield first[ids[path]]
+
+
+def _record(name, seen, size, mtime):
+    state, reason, meta = seen
+    when = meta['time'] if meta and is_time(meta.get('time')) else mtime
+    return dict(name=name, state=state, reason=reason, same_as=None, size=size, time=when, metadata=meta)
 
 
 def _examine(path, progress, needed):
@@ -163,92 +205,23 @@ def _examine(path, progress, needed):
 _COLUMNS = ('name', 'epoch', 'monitor', 'value', 'size', 'age', 'run', 'state')
 
 
-def _row(o):
-    meta = o['metadata'] or {}
+def _row(seen):
+    meta = seen['metadata'] or {}
+    run = meta.get('run')
     return (
-        _word(o['name']),
-        *(_word(meta.get(k), 24) for k in _COLUMNS[1:4]),
-        _size(o['size']),
-        _age(time.time() - o['time']),
-        _word(meta['run'][:8] if isinstance(meta.get('run'), str) else meta.get('run'), 8),
-        _state(o),
+        word(seen['name']),
+        *(word(meta.get(k), 24) for k in ('epoch', 'monitor', 'value')),
+        format_size(seen['size']),
+        format_age(time.time() - seen['time']),
+        word(run[:8] if isinstance(run, str) else run, 8),
+        _state(seen),
     )
 
 
-def _print_table(rows):
-    widths = [max(map(len, o)) for o in zip(*rows)]
-    for row in rows:
-        _print('  '.join(f'{o:{"><"[k not in ("size", "age")]}{w}}' for k, o, w in zip(_COLUMNS, row, widths)).rstrip())
-
-
-def _state(o):
-    return (
-        o['state']
-        + (f": {o['reason']}" if o['reason'] else '')
-        + (f" (= {_word(o['same_as'])})" if o['same_as'] else '')
-    )
-
-
-def _word(o, limit=None):
-    "One word of a line, whatever it is: who named a file or wrote its metadata can neither add columns nor steer the terminal."
-    if o is None:
-        return '-'
-    text = o if isinstance(o, str) else (f'{o:.6g}' if limit else repr(o)) if isinstance(o, float) else json.dumps(o)
-    if limit and len(text) > limit:
-        text = text[: limit - 1] + '…'
-    return text if text and text.isprintable() and ' ' not in text else repr(text)
-
-
-def _print(line):
-    "Escapes what is not printable, or not in the terminal's encoding."
-    encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
-    line = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in line)
-    print(line.encode(encoding, 'backslashreplace').decode(encoding))
-
-
-def _print_json(o):
-    print(json.dumps(json.loads(json.dumps(o), parse_constant=lambda _: None)))  # there is no NaN in JSON
-
-
-def _size(n):
-    for unit in 'B', 'kB', 'MB', 'GB', 'TB':
-        if n < 999.95 or unit == 'TB':
-            return f'{n} B' if unit == 'B' else f'{n:.1f} {unit}'
-        n /= 1000
-
-
-def _age(seconds):
-    for unit, length in ('d', 86400), ('h', 3600), ('min', 60):
-        if abs(seconds) >= length:
-            return f'{int(seconds / length)} {unit}'
-    return f'{int(seconds)} s'
-
-
-def _clock(t):
-    return time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(t))
-
-
-def _is_time(o):
-    return isinstance(o, (int, float)) and not isinstance(o, bool) and 0 <= o < 1e11
-
-
-class _Bar:
-    "How much of all files has been read, where standard error is a terminal."
-
-    def __init__(self, total):
-        self.total, self.before, self.shown = max(total, 1), 0, bool(sys.stderr and sys.stderr.isatty())
-
-    def __call__(self, done, _):
-        part = min((self.before + done) / self.total, 1)
-        self._draw(f'[{"#" * int(30 * part):<30}] {part:4.0%} of {_size(self.total)}')
-
-    def end(self, size):
-        self.before += size
-        self._draw(' ' * 60 + '\r')
-
-    def _draw(self, text):
-        if self.shown:
-            print('\r' + text, end='', file=sys.stderr, flush=True)
+def _state(seen):
+    reason = f": {seen['reason']}" if seen['reason'] else ''
+    same = f" (= {word(seen['same_as'])})" if seen['same_as'] else ''
+    return seen['state'] + reason + same
 
 
 # -- arguments
@@ -266,11 +239,14 @@ def _argument(*kinds):
         except OSError as e:
             raise argparse.ArgumentTypeError(f'{text!r}: {e.strerror}') from e
         if kind not in kinds:
-            raise argparse.ArgumentTypeError(f'{text!r} is not a {" or a ".join(_KINDS[o] for o in kinds)}')
+            wanted = ' or a '.join(_KINDS[kind] for kind in kinds)
+            raise argparse.ArgumentTypeError(f'{text!r} is not a {wanted}')
         return text
 
     return check
 
 
 _KINDS = {stat.S_IFREG: 'file', stat.S_IFDIR: 'folder'}
-_file, _folder, _file_or_folder = _argument(stat.S_IFREG), _argument(stat.S_IFDIR), _argument(*_KINDS)
+_file = _argument(stat.S_IFREG)
+_folder = _argument(stat.S_IFDIR)
+_file_or_folder = _argument(*_KINDS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 import threading, warnings
+from collections.abc import Callable
 from typing import Any
 
 from .ranks import is_main_process
 
-__all__ = ['Progress']
+__all__ = ['Progress', 'with_progress']
 
 _DELAY = 2.0  # seconds without a bar
 
@@ -53,3 +54,14 @@ def _new_bar(what):
 
     form = '{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}'
     return Bar(desc=what, total=1, delay=_DELAY, leave=False, bar_format=form, mininterval=0.25)
+
+
+def with_progress(
+    what: str,  # is done, as 'saving model.pth'
+    function: Callable,  # takes a `progress`, to be called with what is done and what there is
+    *args,  # for it
+    **kwargs,  # for it
+):  # its result
+    "Call `function` with a bar."
+    with Progress(what) as bar:
+        return function(*args, progress=bar.update, **kwargs)

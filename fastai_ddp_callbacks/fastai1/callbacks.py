@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.batch_flag import BatchFlag
 from ..distributed.propagate import report_failure
+from ..distributed.progress import with_progress
 from ..checkpoint.file import read_metadata
 from ..distributed import agree, rank, propagate_failure, run_on_main, print_on_main, world_size
 from ..training.process_group import process_group
@@ -296,9 +297,10 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _resume(self, state):
         super()._resume(state)
-        self.best = self._store.resume(
-            state, self._found, self.operator, float('inf') if self.operator is np.less else -float('inf')
-        )
+        worst = float('inf') if self.operator is np.less else -float('inf')
+        self.best, warning = self._store.resume(state, self._found, self.operator, worst)
+        if warning:
+            print_on_main(warning, warn=True)
 
     def on_train_end(self, exception=False, **kwargs):
         try:
@@ -353,9 +355,9 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             self.learn.opt.state_dict()
         )  # `learn.load` of fastai 1 leaves it to torch, which refuses numpy's numbers since 2.6
         meta = dict(epoch=epoch, monitor=self.monitor, value=value, world_size=world_size(), fastai=version('fastai'))
-        return self._store.write(
-            {'model': model_state(self.learn.model), 'opt': opt}, self._store.place(dict(epoch=epoch)), meta
-        )
+        path = self._store.place(dict(epoch=epoch))
+        state = {'model': model_state(self.learn.model), 'opt': opt}
+        return with_progress(f'saving {path.name}', self._store.begin(path, meta), state)
 
     def _load_opt(self, rest):
         try:

@@ -17,6 +17,7 @@ from ..distributed import broadcast, rank, propagate_failure, print_on_main, wor
 from ..training.process_group import process_group
 from .metrics import ExactAverages
 from ..timeline import straggler_summary
+from .fit import WatchedCallback, running_fit
 
 __all__ = ['ddp_ctx']
 
@@ -42,15 +43,10 @@ class _DDPLoader(DistributedDL):
         return max(0, min(self.n, end) - begin - (self.i - bs)) if self.i > min(self.n, end) - begin else bs
 
 
-class _DDPTrainer(DistributedTrainer):
+class _DDPTrainer(WatchedCallback, DistributedTrainer):
     "A `DistributedTrainer` for any device, that can be undone when a fit has raised."
 
-    name, old_dls, averages, depth = (
-        'distributed_trainer',
-        None,
-        None,
-        0,
-    )  # depth: of what runs within what, as `validate` within `fit`
+    name, old_dls, averages = 'distributed_trainer', None, None
 
     def _wrap_dl(self, dl):
         if isinstance(dl, (DistributedDL, list)):
@@ -58,9 +54,9 @@ class _DDPTrainer(DistributedTrainer):
         return _DDPLoader(dl, rank(), world_size(), device=next(self.learn.model.parameters()).device)
 
     def before_fit(self):
-        self.depth += 1
-        if self.depth > 1:
-            return
+        fit = running_fit(self.learn)
+        if fit:
+            fit.callback(self._fit_ends, fit, time.time_ns())
         if hasattr(self.learn, 'lr_finder'):
             _restore_from_memory(self.learn.lr_finder)
         super().before_fit()
@@ -75,11 +71,16 @@ class _DDPTrainer(DistributedTrainer):
             self.averages.gather()
 
     def after_fit(self):
-        self.depth -= 1
-        if self.depth:
-            return
         super().after_fit()
         self._forget()
+
+    def _fit_ends(self, fit, begun):
+        "Clean up after a fit that raised; report who kept the others waiting in one that ended well."
+        if fit.failed:
+            return self.undo()
+        line = straggler_summary(begun, time.time_ns())
+        if line:
+            print_on_main(line)
 
     def undo(self):
         "What `after_fit` did not come to do."
@@ -92,7 +93,7 @@ class _DDPTrainer(DistributedTrainer):
     def _forget(self):
         if self.averages:
             self.averages.restore()
-        self.old_dls, self.averages, self.depth = None, None, 0
+        self.old_dls, self.averages = None, None
 
 
 def _restore_from_memory(finder):
@@ -130,8 +131,7 @@ def ddp_ctx(
         if learn._grab_cbs(_DDPTrainer):
             yield learn
         elif world_size() == 1:
-            with _watched(learn, lambda: None):
-                yield learn
+            yield learn
         else:
             with _distributed(
                 learn, _DDPTrainer(sync_bn and device.type != 'cpu', **{'cpu': device.type == 'cpu', **kwargs})
@@ -146,42 +146,10 @@ def _distributed(learn, trainer):
         learn.remove_cbs(progress)
     learn.add_cb(trainer)
     try:
-        with _watched(learn, trainer.undo):
-            yield
+        yield
     finally:
         trainer.undo()
         learn.remove_cb(trainer)
         learn.logger = logger
         if rank():
             learn.add_cbs(progress)
-
-
-@contextmanager
-def _watched(learn, undo):
-    "Tell of a fit that ends by an exception, of which no event tells; and who kept the others waiting in one that ends well."
-    with_events, own = learn._with_events, vars(learn).get('_with_events')
-
-    def watched(f, event_type, *args, **kwargs):
-        if event_type != 'fit':
-            return with_events(f, event_type, *args, **kwargs)
-        begun = time.time_ns()
-        try:
-            res = with_events(f, event_type, *args, **kwargs)
-        except BaseException:
-            undo()
-            for cb in learn.cbs:
-                if hasattr(type(cb), 'fit_failed'):
-                    cb.fit_failed()
-            raise
-        line = straggler_summary(begun, time.time_ns())
-        if line:
-            print_on_main(line)
-        return res
-
-    learn._with_events = watched
-    try:
-        yield
-    finally:
-        del learn._with_events
-        if own is not None:
-            learn._with_events = own

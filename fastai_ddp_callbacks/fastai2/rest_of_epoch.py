@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fastai.distributed import DistributedDL
 
 from ..distributed import rank, world_size
-from .resume_state import restore_own
+from .loader_state import restore_own
 
 __all__ = ['Stage', 'left', 'train_on_rest']
 

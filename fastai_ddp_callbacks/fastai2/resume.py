@@ -1,12 +1,11 @@
 "fastai 2: a fit that was killed goes on where its last whole checkpoint was."
 
 from __future__ import annotations
-import sys, time
+import time
 from functools import partial
 from importlib.metadata import version
 
 import torch
-from fastai.basics import Callback, Learner
 from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
@@ -15,8 +14,10 @@ from ..distributed import all_gather, rank, run_on_main, print_on_main, all_or_n
 from ..errors import CheckpointError, Preempted
 from ..training.preemption import SignalWatch
 from ..training.resume_files import EarlierFits, ResumeFiles, load, progress
+from .fit import FitCallback, running_fit
 from .rest_of_epoch import Stage, train_on_rest
-from .resume_state import check_kind, number, own_state, plan, restore_own, restore_shared, shared_state, sizes
+from .loader_state import own_state, restore_own
+from .resume_state import check_kind, number, plan, restore_shared, shared_state, sizes
 from ..checkpoint.state import model_state, to_builtin, size_of
 from ..checkpoint.background import Writer
 
@@ -29,7 +30,7 @@ _LOOK, _BATCHES = (
 _ended = set()  # runs whose fits have come to their ends in this process
 
 
-class DDPResumeCallback(Callback):
+class DDPResumeCallback(FitCallback):
     """Saves all that a fit needs to go on, and goes on by itself when the fit that was killed is started again.
 
     On the CPU, with as many ranks, the end is then the same to the bit. SIGTERM, SIGUSR1 or Ctrl-C on any rank: all ranks
@@ -73,56 +74,28 @@ class DDPResumeCallback(Callback):
             keep,
         )
         self.fname, self.resume, self.background, self.exit_status = fname, resume, background, exit_status
-        self._before, self._active, self._trained, self._within, self._files, self._writer, self._asked = (
+        self._before, self._active, self._trained, self._files, self._writer, self._asked = (
             EarlierFits(),
             False,
             False,
-            0,
             None,
             Writer(),
             SignalWatch(),
         )
 
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name == 'learn' and value is None:
-            self._leave()  # the fit that this was given to is over, whether well or not
-
     def __getstate__(self):
-        return dict(
-            vars(self), _active=False, _frame=None, _with=None, _changed=None, _state=None
-        )  # a copy is in no fit
-
-    def fit_failed(self):
-        self._leave()  # `ddp_ctx` tells, for one that stays on the learner
+        return dict(vars(self), _active=False, _state=None)  # a copy is in no fit
 
     # -- the beginning of a fit
 
     def before_fit(self):
-        self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        frame = _in_fit(self.learn)
-        if self._active and frame is not self._frame:
-            self._leave()  # an earlier fit has raised, and no event told of it
-        self._within += self._active  # `validate` within a fit
-        if not self.run or self._active or not frame:
-            return  # `validate` begins with this event too
+        fit = running_fit(self.learn)
+        fit.callback(self._leave)
         with all_or_none('DDPResumeCallback: whether it can save this fit'):
             self._check_fit()
-        self._active, self._finished, self._first, self._rows, self._stages, self._state, self._checked = (
-            True,
-            False,
-            0,
-            [],
-            [],
-            None,
-            None,
-        )
-        self._warm, self._cut, self._frame = False, False, frame
-        self._check_at, self._saved_at, self._changed = (
-            1,
-            time.monotonic(),
-            (self.learn, vars(self.learn).get('_with_events')),
-        )
+        self._active, self._finished, self._warm, self._cut, self._trained = True, False, False, False, False
+        self._rows, self._stages, self._state, self._checked = [], [], None, None
+        self._check_at, self._saved_at = 1, time.monotonic()
         self._before = max(
             EarlierFits.of(self.learn, self.fname), self._before, key=lambda o: o.fits
         )  # another callback may have seen the fit before
@@ -130,7 +103,7 @@ class DDPResumeCallback(Callback):
         self._kind = plan(self.learn)
         found = run_on_main(self._find)
         if found:
-            self._go_on(*found)
+            self._go_on(fit, *found)
         self._asked = SignalWatch()
         self._asked.watch()
 
@@ -165,7 +138,7 @@ class DDPResumeCallback(Callback):
             self._before,
         )
 
-    def _go_on(self, path, checksum, meta):
+    def _go_on(self, fit, path, checksum, meta):
         "Bring everything back to where it was."
 
         def fits(rest):
@@ -177,19 +150,14 @@ class DDPResumeCallback(Callback):
         with all_or_none(f'resume from {path}'):
             self.learn.opt.load_state_dict(to_device(kept['opt'], next(self.learn.model.parameters()).device))
             restore_shared(self.learn, state, meta['finished'])
-            self._finished, self._first, self._rows = (
-                meta['finished'],
-                self.learn.n_epoch if meta['finished'] else state['epoch'],
-                state['rows'],
-            )
+            self._finished, self._rows = meta['finished'], state['rows']
+            fit.first_epoch = self.learn.n_epoch if meta['finished'] else state['epoch']
             self._stages = [Stage(*o) for o in state['stages']]
         bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
         if bar:
             bar.update(0)  # its beginning, which only epoch 0 would be
         for row in self._rows:
             self.learn.logger(row)
-        self._with = self.learn._with_events
-        self.learn._with_events = self._skipping  # in the instance, over what `ddp_ctx` may have put there
         if not self._stages:
             self._bring_back_random_states()
         then, now = state['data'], sizes(self.learn)
@@ -228,19 +196,11 @@ class DDPResumeCallback(Callback):
         if rank() < len(self._state['ranks']):
             restore_own(self.learn, self._state['ranks'][rank()])
 
-    def _skipping(self, f, event_type, *args, **kwargs):
-        "No event of an epoch that is over reaches anybody."
-        if event_type == 'epoch' and self.learn.epoch < self._first:
-            return
-        return self._with(f, event_type, *args, **kwargs)
-
     # -- in the fit
 
     def before_epoch(self):
-        if not self._active or self._within:
-            return
         vars(self.learn).pop('all_batches', None)  # of an epoch that was cancelled
-        self._trained, self._rest = False, self._stages and self.epoch == self._first
+        self._trained, self._rest = False, self._stages and self.epoch == running_fit(self.learn).first_epoch
         if self._rest:
             self.learn.all_batches = partial(
                 train_on_rest, self.learn, list(self._stages), self._state['order'], self._bring_back_random_states
@@ -249,8 +209,6 @@ class DDPResumeCallback(Callback):
             self._stages = []
 
     def before_train(self):
-        if not self._active:
-            return
         if self._rest:
             self.learn.opt.load_state_dict(
                 to_device(self._opt, next(self.model.parameters()).device)
@@ -278,8 +236,6 @@ class DDPResumeCallback(Callback):
         restore_own(self.learn, states)
 
     def after_batch(self):
-        if not self._active:
-            return
         if self._begin is None:
             self._begin = self.iter
         n = self.train_iter
@@ -309,15 +265,13 @@ class DDPResumeCallback(Callback):
         return any(o & 1 for o in ranks.values), bool(main & 2)
 
     def after_train(self):
-        if not self._active:
-            return
         self._trained = True
         if self._rest:
             del self.learn.all_batches
         self._rest, self._stages, self._state = False, [], None
 
     def after_epoch(self):
-        if not self._active or self._within or not self._trained:
+        if not self._trained:
             return
         self._rows.append([number(o) for o in self.recorder.log])
         if self._epoch_due() and self._save(self.epoch + 1, 0):
@@ -328,15 +282,10 @@ class DDPResumeCallback(Callback):
 
     def after_cancel_fit(self):
         "Early stopping comes at the end of an epoch. Whoever stops in the midst of one (a loss that is NaN) has not come to the end of the fit."
-        self._cut = self._active and not self._within and not self._trained
+        self._cut = not self._trained
 
     def after_fit(self):
         "Save what the fit came to, and remember that it has."
-        if not self._active:
-            return
-        if self._within:
-            self._within -= 1
-            return
         if len(self._rows) < len(self.recorder.values):
             self._rows.append([number(o) for o in self.recorder.log])  # early stopping came first
         if self._cut:
@@ -422,23 +371,9 @@ class DDPResumeCallback(Callback):
         "What a fit leaves behind on the learner, and elsewhere."
         if not self._active:
             return
-        self._active, self._within, self._state, self._with, self._frame = False, 0, None, None, None
-        (learn, with_events), self._changed = self._changed, None
-        for name, before in (('_with_events', with_events), ('all_batches', None)):
-            vars(learn).pop(name, None)
-            if before is not None:
-                setattr(learn, name, before)
+        self._active, self._state = False, None
+        vars(self.learn).pop('all_batches', None)
         self._writer.join()  # its handler of SIGTERM stands over ours
         self._asked.release()
         if self._files:
             self._files.store.release()
-
-
-def _in_fit(learn):
-    "Whether `fit` is under way. `validate` has the same events up to the first epoch, and nothing else tells."
-    f = sys._getframe()
-    while f and not (
-        f.f_code is Learner._with_events.__code__ and f.f_locals['event_type'] == 'fit' and f.f_locals['self'] is learn
-    ):
-        f = f.f_back
-    return f

@@ -7,15 +7,14 @@ import numpy as np, torch
 from fastai.basics import L
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
-from fastai.distributed import DistributedDL
 
 from ..distributed import print_on_main
 from ..training.resume_files import callback_keys, is_stateful
-from ..training.random_state import nested, random_state, restore_random
-from .tracker import DDPTrackerCallback
 from ..checkpoint.state import to_builtin
+from .loader_state import loaders
+from .tracker import DDPTrackerCallback
 
-__all__ = ['number', 'shared_state', 'restore_shared', 'own_state', 'restore_own', 'loaders']
+__all__ = ['number', 'shared_state', 'restore_shared']
 
 
 # -- the same on all ranks
@@ -178,37 +177,3 @@ def number(o):
 
 def _numbers(o):
     return torch.tensor([float(v) for v in o], dtype=torch.float64)
-
-
-# -- each rank's own
-
-
-def loaders(learn) -> list:
-    "fastai's data loaders, without what splits them over the ranks."
-    return [o.dl if isinstance(o, DistributedDL) else o for o in learn.dls.loaders]
-
-
-def own_state(learn) -> dict:
-    "The random states of this rank."
-    return dict(
-        random_state(),
-        loaders=[to_builtin(o.rng.getstate()) for o in loaders(learn) if hasattr(o, 'rng')],
-        orders=[torch.tensor(list(o.items.idxs)) for o in _reordering(learn)],
-    )
-
-
-def _reordering(learn):
-    "Loaders that shuffle their items in place, so that an order comes out of the one before: those of language models."
-    return [
-        o
-        for o in loaders(learn)
-        if hasattr(o, 'rng') and type(getattr(o, 'items', None)).__name__ == 'ReindexCollection'
-    ]  # to import it takes seconds
-
-
-def restore_own(learn, state) -> None:
-    restore_random(state)
-    for o, s in zip((o for o in loaders(learn) if hasattr(o, 'rng')), state['loaders']):
-        o.rng.setstate(nested(s))
-    for o, s in zip(_reordering(learn), state['orders']):
-        o.items.idxs = s.tolist()

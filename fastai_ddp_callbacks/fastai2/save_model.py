@@ -12,11 +12,13 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
 
 from ..distributed import barrier, propagate_failure, run_on_main, print_on_main, world_size
+from ..distributed.progress import with_progress
 from ..errors import CheckpointError, CheckpointWriteError, MismatchedCheckpointError
 from ..training.loading import load_everywhere
 from ..checkpoint.safety import refuse_unsafe
 from ..checkpoint.store import Saved, Store, check_name, delete
-from .tracker import DDPTrackerCallback, in_validation
+from .fit import Fit, running_fit
+from .tracker import DDPTrackerCallback
 from ..checkpoint.state import model_state, to_builtin, size_of
 from ..checkpoint.background import Writer
 
@@ -149,37 +151,41 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def best_path(self) -> Path | None:
         return Path(self._store.best.path) if self._store and self._store.best else None
 
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name == 'learn' and value is None:
-            self.fit_failed()  # the fit that this was given to is over, whether well or not
+    def begin(self, fit: Fit) -> None:
+        over, self._over = self._over, None
+        self._resumed = self._resumed or over
+        self._continues = bool(self._resumed)
+        self._loads = not over  # a fit that was found finished has its best weights already
+        super().begin(fit)
 
-    def _start(self):
+    def _start(self, resumed):
         earlier = self._store
-        super()._start()
+        super()._start(resumed)
         twins = [
             o
             for o in self.learn.cbs
             if isinstance(o, SaveModelCallback) and o is not self and _targets(o) & _targets(self)
         ]
-        with propagate_failure(f'{self.name}.before_train'):
+        with propagate_failure(f'{self.name}.begin'):
             if twins:
                 raise ValueError(f'Two callbacks save to {self.fname!r}: give each an fname (and a `last`) of its own.')
             if self._store is None:
                 self._make_store()  # `best` was set by hand, or comes from an interrupted fit
         goes_on = earlier is not None and self._store is earlier
-        files, best = run_on_main(self._prepare, (goes_on,))
+        files, best = run_on_main(self._prepare, (goes_on, resumed))
         self._due = []
         if goes_on:  # rank 0 knows what is on disk, however the earlier fit has ended
             self._store.files, self._store.best = files, best
-            if not self._resumed:
+            if not resumed:
                 self.best = best.value if best else self._worst()
-        if not self._resumed:
+        if not resumed:
             return
-        self.best = self._store.resume(self._resumed, files, self._better, self._worst())
+        self.best, warning = self._store.resume(resumed, files, self._better, self._worst())
+        if warning:
+            print_on_main(warning, warn=True)
 
-    def fit_failed(self):
-        "Give the name back. `ddp_ctx` tells one that stays on the learner of an exception; no event does."
+    def end(self, fit: Fit) -> None:
+        "Give the name back."
         if not self._store:
             return
         self._writer.join()  # before another run may have the name
@@ -210,7 +216,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                 else None
             )
 
-    def _prepare(self, goes_on):
+    def _prepare(self, goes_on, resumed):
         if self._writer.busy:  # an earlier fit has ended by an exception
             writer, self._writer = self._writer, Writer()
             try:
@@ -230,9 +236,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             if self.on_error == 'raise':
                 raise
             print_on_main(str(e), warn=True)
-        return (
-            (self._store.found_whole(self._resumed), None) if self._resumed else (self._store.files, self._store.best)
-        )
+        return (self._store.found_whole(resumed), None) if resumed else (self._store.files, self._store.best)
 
     def _forget(self):
         super()._forget()
@@ -243,7 +247,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     def _make_store(self):
         selective = self.keep_best or self.keep_last or (self.last or '{' in str(self.fname)) and not self.every_epoch
         fields = {k: 0.5 for k in sum(self._columns(), [])} | {'epoch': 0, 'iteration': 0}
-        with propagate_failure(f'{self.name}.before_train'):
+        with propagate_failure(f'{self.name}.begin'):
             check_name(self.fname, fields)
         self._store = Store(
             self.learn.path / self.learn.model_dir,
@@ -257,9 +261,10 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def after_epoch(self):
         "Save if the agreed value is the best so far, or among those to keep, or if a save is due after this epoch."
-        if not self._training or in_validation():
+        fit = running_fit(self.learn)
+        if not fit.trained:
             return
-        due = self._trained and self._rhythm > 0 and self.epoch % self._rhythm == 0
+        due = 'train' in fit.completed and self._rhythm > 0 and self.epoch % self._rhythm == 0
         self._row, self._value, self._met = self._own_values(), None, False
         agrees = self._follows and (due or bool(self.keep_best) or not self.every_epoch)
         if self._due:
@@ -267,7 +272,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if agrees:
             super().after_epoch()
         else:
-            self.new_best = self._trained = self._validated = False
+            self.new_best = False
         if self.new_best:
             print_on_main(f'Better model found at epoch {self.epoch} with {self.monitor} value: {self.best}.')
         among = (
@@ -291,18 +296,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def after_fit(self):
         "Load the best model, or save the last one."
-        if in_validation():
-            return
-        over, self._over = self._over, None
-        if (self._resumed or over) and not self._training:  # nothing was left to train
-            self._resumed = self._resumed or over
-            self._start()
-            self._training, self._resumed = not over, None
-        trained = self._training
-        super().after_fit()
-        if over:
-            self._store.release()
-        if not trained:
+        if not running_fit(self.learn).trained and not (self._continues and self._loads):
             return
         self.new_best, self._value, self._met = False, None, False
         if self.at_end:
@@ -376,9 +370,10 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
             if name is None
             else self._store.folder / f'{name}.pth'
         )
-        write = partial(self._store.write, path=path, meta=meta)
+        write = self._store.begin(path, meta)
         if now:
-            return [*outcomes, self._outcome(lambda: write(state), self._due[-1])]
+            save = partial(with_progress, f'saving {path.name}', write, state)
+            return [*outcomes, self._outcome(save, self._due[-1])]
         self._writer.start(write, state)
         return outcomes
 

@@ -6,37 +6,27 @@ It costs one small message to each other rank per batch, which is under way whil
 from __future__ import annotations
 
 import torch
-from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..distributed.batch_flag import BatchFlag
 from ..distributed import broadcast, print_on_main, world_size
-from .tracker import in_validation
+from .fit import Fit, FitCallback
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
 
 
-class _StopTogether(Callback):
+class _StopTogether(FitCallback):
     "Ends the fit of all ranks one batch after one of them wants to; at once where there is only one."
 
-    order, _training = -9, False
+    order = -9
 
-    def before_fit(self):
-        "Take no part in `lr_find` and `get_preds`."
-        self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        if not in_validation():
-            self._training = False
-
-    def before_train(self):
-        if not self._training:
-            self._flag = BatchFlag(self.name)
-            self._flag.open()
-        self._training = True
+    def begin(self, fit: Fit) -> None:
+        self._flag = BatchFlag(self.name)
+        self._flag.open()
 
     def after_batch(self):
-        "Say whether to stop, hear who wanted to in the batch before."
-        if not self._training:
-            return  # in `validate`
+        "Report whether to stop, and learn who wanted to in the batch before."
         ranks = self._flag.exchange(self._wants_to_stop())
         if ranks:
             self._explain(ranks)
@@ -44,9 +34,7 @@ class _StopTogether(Callback):
 
     def after_fit(self):
         "Leave nothing under way."
-        if in_validation():
-            return
-        ranks, self._training = self._flag.read() if self._training else [], False
+        ranks = self._flag.read()
         if ranks:
             self._explain(ranks)
 
@@ -73,15 +61,13 @@ class DDPStopCallback(_StopTogether):
 
     name, reason, _asked = 'ddp_stop', None, None  # `reason`: why the last fit was stopped, the same on all ranks
 
-    def before_train(self):
-        if not self._training:
-            self.reason = None
-        super().before_train()
+    def begin(self, fit: Fit) -> None:
+        super().begin(fit)
+        self.reason = None
 
     def after_fit(self):
         super().after_fit()
-        if not in_validation():
-            self._asked = None  # of this fit, which is over
+        self._asked = None  # of this fit, which is over
 
     def ask(
         self,

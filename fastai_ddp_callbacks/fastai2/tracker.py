@@ -1,19 +1,18 @@
 "fastai 2: the tracker family, with one value and one decision for all ranks."
 
 from __future__ import annotations
-import math, sys
+import math
 from collections.abc import Callable
-from types import FrameType
 
 import numpy as np
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
-from fastai.learner import Learner
 
 from .. import timeline  # noqa: F401 (gives it to Learner)
 from ..distributed import agree, propagate_failure, print_on_main
 from ..training.process_group import hide_stray_environment, restore_environment
 from ..distributed.reductions import NUMERIC
+from .fit import Fit, FitCallback, running_fit
 
 __all__ = ['DDPTrackerCallback', 'DDPEarlyStoppingCallback', 'DDPReduceLROnPlateau']
 
@@ -40,30 +39,13 @@ _HIGHER_IS_BETTER = (
 )
 
 
-def in_validation() -> bool:
-    "Whether an event comes from `validate` or `get_preds`. They have some of those of a fit, and may be called in the midst of one."
-    f: FrameType | None = sys._getframe()
-    while (
-        f
-        and f.f_code not in _VALIDATION
-        and not (f.f_code is Learner._with_events.__code__ and f.f_locals['event_type'] == 'fit')
-    ):
-        f = f.f_back
-    return f is not None and f.f_code in _VALIDATION
-
-
-_VALIDATION = {
-    o.__code__ for o in (Learner.validate, Learner.get_preds, Learner.__enter__, Learner.__exit__)
-}  # the last two are those of `validation_context`
-
-
-class DDPTrackerCallback(TrackerCallback):
+class DDPTrackerCallback(FitCallback, TrackerCallback):
     """A `TrackerCallback` that follows one value, agreed upon by all ranks, so that they all decide alike.
 
     An epoch without a value on any rank (skipped, cancelled, not validated) decides nothing. NaN and infinity are never
     best. `ValueError` on every rank, before the first batch, if the Recorder has no column `monitor`."""
 
-    name, _training, _trained, _validated, _resumed = 'tracker', False, False, False, None
+    name, _resumed = 'tracker', None
 
     def __init__(
         self,
@@ -91,21 +73,18 @@ class DDPTrackerCallback(TrackerCallback):
         )
 
     def before_fit(self):
-        "Take no part in `lr_find` and `get_preds`."
-        self.run = not hasattr(self, 'lr_finder') and not hasattr(self, 'gather_preds')
-        if not in_validation():
-            self._training = False
+        "All that stock does here is done in `begin`."
 
-    def before_train(self):
-        "Prepare the monitored value, once per fit."
-        if not self._training:
-            self._start()
-        self._training, self._resumed = True, None
-
-    def _start(self):
+    def begin(self, fit: Fit) -> None:
+        "Check the monitored column, and reset or restore the best value."
         hide_stray_environment()
+        fit.callback(restore_environment)
+        resumed, self._resumed = self._resumed, None
+        self._start(resumed)
+
+    def _start(self, resumed):
         names = sum(self._columns(), [])
-        with propagate_failure(f'{self.name}.before_train'):
+        with propagate_failure(f'{self.name}.begin'):
             if self.monitor not in names:
                 raise ValueError(
                     f'{type(self).__name__}(monitor={self.monitor!r}): no such column. The Recorder has {", ".join(names)}.'
@@ -117,10 +96,10 @@ class DDPTrackerCallback(TrackerCallback):
                 warn=True,
             )
         self.idx, self.new_best, self._guessed = names.index(self.monitor), False, False
-        if self._resumed or self.reset_on_fit or self.best is None:
+        if resumed or self.reset_on_fit or self.best is None:
             self._forget()
-        if self._resumed:
-            self._resume(self._resumed)
+        if resumed:
+            self._resume(resumed)
 
     def state_dict(self) -> dict:
         "What a fit that is interrupted needs to go on: plain values."
@@ -149,17 +128,6 @@ class DDPTrackerCallback(TrackerCallback):
     def _forget(self):
         self.best = self._worst()
 
-    # What an epoch has gone through: its last record may be of an earlier one, if a callback has cancelled it early on.
-    def after_train(self):
-        self._trained = True
-
-    def after_validate(self):
-        if not in_validation():
-            self._validated = True
-
-    def after_cancel_epoch(self):
-        self._trained = self._validated = False
-
     def _columns(self):
         "The names of what the Recorder records in training and in validation."
         r = self.recorder
@@ -172,15 +140,13 @@ class DDPTrackerCallback(TrackerCallback):
     def _own_values(self):
         "This rank's values of the epoch, by column. A cancelled part has no columns."
         train, valid = self._columns()
-        present = train * (self._trained and not self.recorder.cancel_train) + valid * (
-            self._validated and not self.recorder.cancel_valid
-        )
-        row = self.recorder.values[-1] if self.recorder.values else []
-        if present and len(row) > len(train + valid):
-            raise ValueError(
-                f'{type(self).__name__}: the Recorder has {len(row)} values of epoch {self.epoch} for {len(train + valid)} columns ({", ".join(train + valid)}). '
-                '`validate` and `get_preds` disturb it in the midst of an epoch: call them in `after_epoch`.'
-            )
+        fit, recorder = running_fit(self.learn), self.recorder
+        present = []
+        if 'train' in fit.completed and not recorder.cancel_train:
+            present += train
+        if 'validate' in fit.completed and not recorder.cancel_valid:
+            present += valid
+        row = recorder.values[-1] if recorder.values else []
         return dict(reversed(list(zip(present, row))))  # of two with one name the first counts
 
     def _own_value(self):
@@ -188,11 +154,7 @@ class DDPTrackerCallback(TrackerCallback):
 
     def _agreed_value(self):
         "The value of all ranks. Trackers of the same column share one collective."
-        epoch, agreed = getattr(self.learn, '_agreed_values', (None, None))
-        if epoch is not self.recorder.values[-1]:  # a list of its own for every epoch
-            agreed = {}
-            self.learn._agreed_values = self.recorder.values[-1], agreed
-        key = self.monitor, self.reduce
+        agreed, key = running_fit(self.learn).agreed, (self.monitor, self.reduce)
         self._met = key not in agreed  # all ranks, just now
         if self._met:
             agreed[key] = agree(self._own_value(), self.reduce, f'{self.monitor} of epoch {self.epoch}')
@@ -200,11 +162,10 @@ class DDPTrackerCallback(TrackerCallback):
 
     def after_epoch(self):
         "Agree on the last value and decide."
-        if not self._training or in_validation():
+        if not running_fit(self.learn).trained:
             return
         self.new_best = False
         val = self._agreed_value()
-        self._trained = self._validated = False
         if val is not None:
             self._decide(val)
 
@@ -219,10 +180,7 @@ class DDPTrackerCallback(TrackerCallback):
         return math.isfinite(val) and bool(self.comp(val - self.min_delta, best))
 
     def after_fit(self):
-        if in_validation():
-            return
-        restore_environment()
-        self._training, self._resumed = False, None
+        "Nothing: stock sets `run`."
 
 
 class _Patient(DDPTrackerCallback):
@@ -230,9 +188,9 @@ class _Patient(DDPTrackerCallback):
 
     wait = 0
 
-    def _start(self):
+    def _start(self, resumed):
         self.wait = 0
-        super()._start()
+        super()._start(resumed)
 
     def state_dict(self) -> dict:
         return dict(super().state_dict(), wait=self.wait)

@@ -6,7 +6,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from ..distributed.progress import with_progress
 from ..distributed.tensors import broadcast_tensors
 from ..checkpoint.file import read_checkpoint, read_metadata
 from ..distributed import is_main_process, run_on_main, all_or_none
@@ -47,9 +49,7 @@ def load_everywhere(
     others `RankFailedError`), and the model is then unchanged, unless a rank died while weights were sent.
     `UnequalWeightsError` if the ranks do not hold the same weights at the end."""
     with all_or_none(f'before loading {path}') as ranks:  # nobody changes its model before all have found that they can
-        state = (
-            _fitting(model, read_checkpoint(path, checksum=checksum)[0], path, fits) if _sees(path, checksum) else None
-        )
+        state = _fitting(model, _read(path, checksum), path, fits) if _sees(path, checksum) else None
         ranks.value = state is not None
     if not all(ranks.values):
         state = _from_main(model, path, checksum, fits)
@@ -63,6 +63,11 @@ def load_everywhere(
             + '. Does the model change what it loads, by a hook or a state of its own?',
             digests=ranks.values,
         )
+
+
+def _read(path, checksum):
+    name = os.path.basename(path)
+    return with_progress(f'verifying {name}', read_checkpoint, path, checksum=checksum)[0]
 
 
 def _load(model, state, path, also):
@@ -111,7 +116,7 @@ def _from_main(model, path, checksum, fits):
     kept = []
 
     def read():
-        kept.append(read_checkpoint(path, checksum=checksum)[0])
+        kept.append(_read(path, checksum))
         return tree_map(kept[0], lambda t: _Sent(tuple(t.shape), t.dtype) if t.layout == torch.strided else t)
 
     outline = run_on_main(read)
@@ -122,16 +127,19 @@ def _from_main(model, path, checksum, fits):
             fits(rest)
 
         def place(k, o):
-            return (
-                targets[k]
-                if isinstance(o, _Sent) and targets[k].dtype == o.dtype and targets[k].is_contiguous()
-                else _empty(o)
-            )
+            return targets[k] if isinstance(o, _Sent) and _holds(targets.get(k), o) else _empty(o)
 
         weights = {k: place(k, o) for k, o in weights.items()}
         state = kept[0] if kept else {'model': weights, **tree_map(rest, _empty, _Sent)} if rest else weights
     broadcast_tensors([o for o in tensors_of(state) if o.layout == torch.strided], name=f'weights of {path}')
     return state
+
+
+def _holds(target, sent):
+    "Whether a tensor of the model can take what is sent; one that loads by itself may have another shape, or none yet."
+    if not isinstance(target, torch.Tensor) or is_lazy(target):
+        return False
+    return tuple(target.shape) == sent.shape and target.dtype == sent.dtype and target.is_contiguous()
 
 
 def _empty(o):

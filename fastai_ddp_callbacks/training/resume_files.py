@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..checkpoint.file import read_metadata, verify_checkpoint
 from ..distributed import print_on_main, world_size
+from ..distributed.progress import with_progress
 from ..errors import CheckpointError, MismatchedCheckpointError
 from .loading import load_everywhere
 from ..checkpoint.store import Store, delete, in_order
@@ -148,7 +149,8 @@ class ResumeFiles:
         )
         if meta['finished']:
             self.store.resumed = None  # what comes after it is whole, and enough
-        return lambda state: self.store.write(state, path, meta)
+        write = self.store.begin(path, meta)
+        return lambda state: with_progress(f'saving {path.name}', write, state)
 
     def keep_newest(
         self,

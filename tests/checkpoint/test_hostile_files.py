@@ -1,4 +1,5 @@
-"Files made to harm who reads them: planted code, bombs, lies, and thousands of mutations. Nothing runs, memory stays small, errors are ours."
+"""Files made to harm who reads them: planted code, bombs, lies, and thousands of mutations. Nothing runs, memory
+stays small, errors are ours."""
 
 import functools, os, pickle, re, resource, signal, struct, subprocess, sys, warnings, zipfile
 from collections import defaultdict, namedtuple
@@ -185,7 +186,8 @@ def lying_sizes(path):
 
 
 def two_lists(path, zip64):
-    "A packed pickle in the list that the offsets tell, an innocent list right before the end record: readers differ in which they take."
+    """A packed pickle in the list that the offsets tell, an innocent list right before the end record: readers
+    differ in which they take."""
     repack(path, 'pkl', pkl=megabytes(b'\x80\x02', b'N0', b'N.', 400))
     whole = bytearray(path.read_bytes())
     start, end, n = min(listed(whole).values()), whole.rindex(b'PK\5\6'), len(listed(whole))
@@ -341,7 +343,9 @@ def fuzz(path, times, verify):
             place, st.integers(0, 9), st.binary(max_size=9)
         )
 
-        @settings(max_examples=times, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=times, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        )
         @given(st.lists(edit, min_size=1, max_size=4))
         def read(edits):
             data = whole

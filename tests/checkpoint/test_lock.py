@@ -357,7 +357,14 @@ def test_a_job_of_which_one_rank_fails_gives_the_name_back(tmp_path, failing):
     ],
 )  # a child is not the owner
 def test_a_process_gives_the_name_back_when_it_ends(file, end, left):
-    code = f'import os, sys\nfrom fastai_ddp_callbacks.checkpoint.lock import Lock\no = Lock({str(file)!r})\no.acquire()\nassert os.path.exists({str(file)!r})\n{end}\n'
+    code = f'''
+import os, sys
+from fastai_ddp_callbacks.checkpoint.lock import Lock
+o = Lock({str(file)!r})
+o.acquire()
+assert os.path.exists({str(file)!r})
+{end}
+'''
     subprocess.run(
         [sys.executable, '-c', code],
         env=dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2])),

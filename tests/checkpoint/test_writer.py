@@ -1,4 +1,5 @@
-"Saving in the background: what the file holds, when it is there, and what becomes of it when something goes wrong meanwhile."
+"""Saving in the background: what the file holds, when it is there, and what becomes of it when something goes wrong
+meanwhile."""
 
 import inspect, os, pickle, resource, signal, stat, subprocess, sys, threading, time, warnings
 from contextlib import contextmanager

@@ -2,10 +2,12 @@
 
 import io, json, os, pickle, re, subprocess, sys, time
 
-import pytest, torch
+import pytest, torch, xxhash
 
-from fastai_ddp_callbacks.checkpoint import file as checkpoint
+from fastai_ddp_callbacks.checkpoint import archive as checkpoint
+from fastai_ddp_callbacks.checkpoint.atomic import temporary_beside
 from fastai_ddp_callbacks.commands import files
+from fastai_ddp_callbacks.commands.output import format_age, format_size
 from fastai_ddp_callbacks.checkpoint.file import read_metadata, verify_checkpoint, write_checkpoint
 from fastai_ddp_callbacks.cli import main
 
@@ -27,9 +29,9 @@ def with_text(path, text):
     "A checkpoint that is whole and has `text` where its metadata were: what a hostile writer can make."
     torch.save({'w': torch.ones(10)}, path)
     body, seal = path.read_bytes()[:-2], checkpoint._FOOTER
-    head = seal.pack(checkpoint._MAGIC, checkpoint._FORMAT, len(text), b'')[:-16]
+    head = seal.pack(checkpoint._MAGIC, checkpoint.FORMAT, len(text), b'')[:-16]
     data = body + (len(text) + seal.size).to_bytes(2, 'little') + text + head
-    path.write_bytes(data + checkpoint.xxhash.xxh3_128(data).digest())
+    path.write_bytes(data + xxhash.xxh3_128(data).digest())
     return path
 
 
@@ -73,7 +75,7 @@ def test_ls_shows_what_a_checkpoint_is(told, tmp_path):
     status, out, _ = told('ls', tmp_path)
     assert status == 0
     (row,) = table(out)
-    assert (row.pop('size'), row.pop('age')[-1]) == (files._size(path.stat().st_size), 's')
+    assert (row.pop('size'), row.pop('age')[-1]) == (format_size(path.stat().st_size), 's')
     assert row == dict(name='model_3.pth', epoch='3', monitor='valid_loss', value='0.25', run='a1b2c3d4', state='whole')
 
 
@@ -103,7 +105,7 @@ def test_ls_looks_into_the_folders_in_the_folder(told, tmp_path):
 
 def test_ls_lists_neither_temporary_files_nor_others_nor_what_is_no_file(told, tmp_path):
     model(tmp_path, 1)
-    checkpoint._open_beside(tmp_path / 'model_2.pth')[1].close()
+    temporary_beside(tmp_path / 'model_2.pth').touch()
     (tmp_path / 'notes.txt').write_text('')
     (tmp_path / 'folder.pth').mkdir()
     os.mkfifo(tmp_path / 'pipe.pth')  # to open it would take for ever
@@ -286,7 +288,7 @@ def test_show_prints_the_metadata_under_the_state(told, tmp_path):
     status, out, _ = told('show', path)
     assert status == 0
     assert out.splitlines() == [
-        f'{path}: whole, {files._size(path.stat().st_size)}',
+        f'{path}: whole, {format_size(path.stat().st_size)}',
         '  epoch     3',
         '  monitor   valid_loss',
         '  value     0.12',
@@ -477,14 +479,14 @@ def test_output_in_a_poor_encoding_is_escaped(tmp_path, monkeypatch):
     [(0, '0 B'), (999, '999 B'), (1000, '1.0 kB'), (12_345_678, '12.3 MB'), (999_960, '1.0 MB'), (5e15, '5000.0 TB')],
 )
 def test_sizes_are_for_humans(n, text):
-    assert files._size(n) == text
+    assert format_size(n) == text
 
 
 @pytest.mark.parametrize(
     'seconds, text', [(0, '0 s'), (59.9, '59 s'), (330, '5 min'), (3600, '1 h'), (3.9 * 86400, '3 d'), (-86400, '-1 d')]
 )
 def test_ages_are_for_humans(seconds, text):
-    assert files._age(seconds) == text
+    assert format_age(seconds) == text
 
 
 # -- processes
@@ -574,9 +576,9 @@ def test_nothing_is_unpickled_and_fastai_is_not_imported(tmp_path):
         data[:-2]
         + (2 + seal.size).to_bytes(2, 'little')
         + b'{}'
-        + seal.pack(checkpoint._MAGIC, checkpoint._FORMAT, 2, b'')[:-16]
+        + seal.pack(checkpoint._MAGIC, checkpoint.FORMAT, 2, b'')[:-16]
     )
-    (tmp_path / 'ours.pth').write_bytes(data + checkpoint.xxhash.xxh3_128(data).digest())
+    (tmp_path / 'ours.pth').write_bytes(data + xxhash.xxh3_128(data).digest())
     process = python('-c', SPY, tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

@@ -1,4 +1,5 @@
-"The rendezvous on real ranks: that they hold, what they carry, and what becomes of everyone when one rank does something else."
+"""The rendezvous on real ranks: that they hold, what they carry, and what becomes of everyone when one rank does
+something else."""
 
 from __future__ import annotations
 import errno, math, os, pickle, signal, socket, subprocess, sys, threading, time, warnings

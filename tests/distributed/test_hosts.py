@@ -1,5 +1,7 @@
-"""Two hosts with a wire between them, each with a name, a network and a disk of its own: namespaces of this host, which end
-with the processes in them. Where none may be made: two processes that see different folders."""
+"""Two hosts with a wire between them, each with a name, a network and a disk of its own.
+
+They are namespaces of this host, which end with the processes in them. Where none may be made: two processes that see
+different folders."""
 
 import json, os, signal, socket, subprocess, time
 from datetime import timedelta
@@ -46,7 +48,8 @@ def hear(folder, name):
 
 
 def become_host(me, folder):
-    "Move this process to host `me`, 0 or 1, wired to the other one. Whether we may; `folder` is where the two hear of each other."
+    """Move this process to host `me`, 0 or 1, wired to the other one. Whether we may; `folder` is where the two hear
+    of each other."""
     alone = unshare(NEW_NET | NEW_NAMES | NEW_MOUNTS)
     if not alone:
         return False

@@ -1,4 +1,5 @@
-"Any three programs of rendezvous, run by three ranks: all finish alike, or all raise, and never does one rendezvous release another."
+"""Any three programs of rendezvous, run by three ranks: all finish alike, or all raise, and never does one
+rendezvous release another."""
 
 from __future__ import annotations
 import json, os, signal, sys, threading
@@ -161,7 +162,8 @@ def work(port):
 
 
 class Crew:
-    "Three ranks that wait for programs. `TURNS` programs are run in one process group: after an error it must serve the next one."
+    """Three ranks that wait for programs. `TURNS` programs are run in one process group: after an error it must
+    serve the next one."""
 
     TURNS = 20
 
@@ -238,6 +240,7 @@ def check(programs, said):
             assert all(f'rank {i}' in o['text'] for i in range(WORLD)), f'rank {r} does not say where all are'
 
 
+@pytest.mark.begins_early
 @settings(
     max_examples=PROGRAMS, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )

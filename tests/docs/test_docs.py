@@ -1,7 +1,8 @@
 """Whatever the README and the pages in `docs/` show has been run.
 
-A block that begins with ```python runs in one process, with ```python 2 ranks on two; a block of the README always on two.
-Each has a folder of its own, a `learn` and an `other_model`. One with ```python notebook is a program. Where a ```text block follows, the ranks fail with that text."""
+A block that begins with ```python runs in one process, with ```python 2 ranks on two; a block of the README always on
+two. Each has a folder of its own, a `learn` and an `other_model`. One with ```python notebook is a program. Where a
+```text block follows, the ranks fail with that text."""
 
 from __future__ import annotations
 import ast, inspect, os, re, signal, subprocess, sys, time

@@ -9,9 +9,8 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 
 from notebooks import client_for
 
-os.environ.setdefault(
-    'RES_OPTIONS', 'timeout:1 attempts:1'
-)  # for the kernel: torch looks up the name of each peer, and the groups there wait 4 s
+# for the kernel: torch looks up the name of each peer, and the groups there wait 4 s
+os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / 'nbs').glob('*.ipynb'))
 each_notebook = pytest.mark.parametrize('file', NOTEBOOKS, ids=lambda o: o.stem)
@@ -32,7 +31,8 @@ def shown(cell):
 
 
 def story(nb):
-    "What was run and shown so far, for the message of a failed test: a cell often checks what the one before has shown."
+    """What was run and shown so far, for the message of a failed test: a cell often checks what the one before has
+    shown."""
     return '\n'.join(
         f'--- In [{o.execution_count}]:\n{o.source}\n--- Out:\n{shown(o)}'
         for o in code_cells(nb)
@@ -44,6 +44,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.begins_early
 @each_notebook
 def test_a_notebook_runs_from_the_first_cell_to_the_last(file, tmp_path):
     nb = nbformat.read(file, as_version=4)

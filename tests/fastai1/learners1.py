@@ -1,4 +1,5 @@
-"Small fastai 1 learners, and callbacks that bring about what the tests are about. Imported in ranks and in the tests' own process."
+"""Small fastai 1 learners, and callbacks that bring about what the tests are about. Imported in ranks and in the
+tests' own process."""
 
 from __future__ import annotations
 import hashlib
@@ -11,7 +12,8 @@ from observed import Observes
 
 
 def learner(path, bs=4, **kwargs):
-    "A line to fit, the same on every rank. The batch norm's statistics are each rank's own, as nothing else is under DDP."
+    """A line to fit, the same on every rank. The batch norm's statistics are each rank's own, as nothing else is
+    under DDP."""
     torch.manual_seed(1)
     x = torch.randn(24, 1)
     data = TensorDataset(x, 2 * x + 1)

@@ -1,4 +1,5 @@
-"fastai 1: DistributedDataParallel on any device and with any number of ranks, and a learner that is as it was afterwards."
+"""fastai 1: DistributedDataParallel on any device and with any number of ranks, and a learner that is as it was
+afterwards."""
 
 import os, re, socket, subprocess, sys, time
 from pathlib import Path

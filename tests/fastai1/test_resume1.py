@@ -21,7 +21,9 @@ from ranks import run, values
 
 
 def train(path, kill=None, n=5, cycle=False, given=None, **kwargs):
-    """A fit that ends, or is killed after epoch `kill` has been saved; with 'end' after the last one has been, before the end is."""
+    """A fit that ends, or is killed after epoch `kill` has been saved.
+
+    With 'end' it is killed after the last epoch has been saved, before the end is."""
     learn = learner(path)
     cbs = [DDPResumeCallback(learn, **kwargs), saver := DDPSaveModelCallback(learn)]
     if given:

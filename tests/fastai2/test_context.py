@@ -1,4 +1,5 @@
-"ddp_ctx: DistributedDataParallel on any device and with any number of ranks, and a learner that is as it was afterwards."
+"""ddp_ctx: DistributedDataParallel on any device and with any number of ranks, and a learner that is as it was
+afterwards."""
 
 import os, time
 

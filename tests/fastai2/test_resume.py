@@ -690,7 +690,7 @@ def test_validating_within_a_fit_does_not_count_as_its_end(tmp_path):
         learn = learner(tmp_path)
         learn.fit(3, 0.1, cbs=[DDPResumeCallback(), Validates(), *cbs])
 
-    killed(run(scenario, 1, Dies(1, fit=1)))
+    killed(run(scenario, 1, Dies(1)))
     assert resumes(tmp_path) and not [o for o in resumes(tmp_path) if 'finished' in o]
 
 

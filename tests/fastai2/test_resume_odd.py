@@ -1,4 +1,5 @@
-"Resuming where several things come together: two writers, several fits, signals at odd moments, and fits that cannot go on."
+"""Resuming where several things come together: two writers, several fits, signals at odd moments, and fits that
+cannot go on."""
 
 import os, signal, time, warnings
 from functools import partial

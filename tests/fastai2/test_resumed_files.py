@@ -1,4 +1,5 @@
-"What a saver takes for its own when its fit goes on: the files of before, those of epochs that are trained once more, copies, damaged ones."
+"""What a saver takes for its own when its fit goes on: the files of before, those of epochs that are trained once
+more, copies, damaged ones."""
 
 import os, random, shutil, signal
 
@@ -9,6 +10,7 @@ from fastai_ddp_callbacks import DDPResumeCallback, DDPSaveModelCallback, ddp_ct
 from learners import Records
 from ranks import run, values
 from resuming import Dies, DiesAfter, Ends, files, killed, learner, start, train
+from seeds import SEED
 
 
 class DiesBefore(Ends):
@@ -181,12 +183,10 @@ def test_between_two_fits_the_best_of_the_first_is_not_forgotten(tmp_path):
     assert values(run(lambda: fits(tmp_path / 'a'), 1)) == values(run(lambda: fits(tmp_path / 'b'), 1))
 
 
-SEED, FITS = (
-    int(os.environ.get('SEED', random.randrange(10**6))),
-    int(os.environ.get('FITS', 12)),
-)  # more of them on request
+FITS = int(os.environ.get('FITS', 12))  # more of them on request
 
 
+@pytest.mark.begins_early
 @pytest.mark.timeout(120 + 20 * FITS)
 def test_whatever_is_kept_and_whenever_it_is_killed_the_end_is_that_of_an_uninterrupted_run(tmp_path):
     rng = random.Random(SEED)

@@ -48,7 +48,8 @@ def test_a_bad_loss_on_one_rank_stops_all_ranks_at_the_same_batch(tmp_path, bad,
         return count.n
 
     results = run(scenario, world_size)
-    # in several ranks an epoch has 1 batch of training and 1 of validation, and the answer comes with the next one, whichever it is
+    # in several ranks an epoch has 1 batch of training and 1 of validation, and the answer comes with the next one,
+    # whichever it is
     assert values(results) == [batches - (world_size > 1)] * world_size
     assert ('loss is NaN or infinite' + (f' on rank {world_size - 1}' if world_size > 1 else '')) in results[0].output
     assert all('loss is NaN' not in o.output for o in results[1:])

@@ -323,13 +323,6 @@ def test_validating_after_an_epoch_is_no_new_fit(tmp_path, world_size):
     assert values(run(lambda: scenario(Validates('after_epoch')), world_size)) == values(run(scenario, world_size))
 
 
-def test_what_disturbs_the_recorder_in_the_midst_of_an_epoch_is_named(tmp_path):
-    def scenario():
-        return fit(learner(tmp_path), [3.0, 2.0, 1.0], DDPTrackerCallback(), Validates('after_train'))
-
-    assert all('call them in `after_epoch`' in str(o.error) for o in run(scenario, 2))
-
-
 def test_start_epoch_skips_epochs_in_silence_with_every_tracker(tmp_path):
     def scenario():
         learn = learner(tmp_path)

@@ -1,4 +1,5 @@
-"The best model on every rank, whoever sees the file: own disks, disks that lag, old files, all kinds of tensors, ranks that fail or die."
+"""The best model on every rank, whoever sees the file: own disks, disks that lag, old files, all kinds of tensors,
+ranks that fail or die."""
 
 import os, signal, threading, time, warnings
 
