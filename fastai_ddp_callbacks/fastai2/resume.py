@@ -10,7 +10,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.collectives import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
+from ..distributed import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
 from ..errors import CheckpointError, Preempted
 from ..training.preemption import SignalWatch
 from ..training.resume_files import EarlierFits, ResumeFiles, load, progress

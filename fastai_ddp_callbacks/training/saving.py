@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.background import Writer
 from ..checkpoint.store import Saved, Store, check_name
-from ..distributed.collectives import barrier, print_on_main, propagate_failure, run_on_main
+from ..distributed import barrier, print_on_main, propagate_failure, run_on_main
 from .loading import load_everywhere
 from .save_policy import SavePolicy
 from .saving_on_main import SaverOnMain, Snapshot

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.background import Writer
 from ..checkpoint.store import Store, delete
-from ..distributed.collectives import print_on_main
+from ..distributed import print_on_main
 from ..distributed.progress import with_progress
 from ..errors import CheckpointError, CheckpointWriteError
 from .save_policy import SavePolicy

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..distributed.collectives import agree
-from ..distributed.wire import REDUCTIONS
+from ..distributed import agree
+from ..distributed.reductions import NUMERIC
 
 __all__ = ['Tracker', 'Verdict', 'check_patience', 'check_reduce', 'is_higher_better']
 
@@ -31,7 +31,7 @@ class Tracker:
         monitor: str,  # name of the column
         comp: Callable = np.less,  # whether its first argument is better than its second
         min_delta: float = 0.0,  # subtracted from a value before it is compared: below 0 where lower is better
-        reduce: str = 'mean',  # how the values of the ranks become one: one of `REDUCTIONS`
+        reduce: str = 'mean',  # how the values of the ranks become one: one of `NUMERIC`
     ):
         self.monitor = monitor
         self.comp = comp
@@ -96,8 +96,8 @@ def check_reduce(
     reduce: str,  # its argument
 ) -> None:
     "`ValueError` for a way that ranks' values cannot become one."
-    if reduce not in REDUCTIONS:
-        raise ValueError(f'{who}(reduce={reduce!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.')
+    if reduce not in NUMERIC:
+        raise ValueError(f'{who}(reduce={reduce!r}): choose one of {", ".join(map(repr, NUMERIC))}.')
 
 
 def check_patience(
