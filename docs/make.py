@@ -19,8 +19,8 @@ HEAD = '''# Every name
 
 `from fastai_ddp_callbacks import` any of these. Made from the code by `docs/make.py`.
 
-Each example runs as it stands in a script that has a `learn`, which is a `Learner` with the metric `accuracy`: with
-`python`, or, where it says `2 ranks`, with `torchrun --nproc_per_node=2`. (`other_model` is a model with another shape.)
+Each example runs as it stands in a script that has a `learn`, a `Learner` with the metric `accuracy` (and an
+`other_model` of another shape): with `python`, or, where it says `2 ranks`, with `torchrun --nproc_per_node=2`.
 It makes the process group, or `ddp_ctx` does. In a script of yours, do that once, at the beginning.
 '''
 SECTIONS = dict(  # by folder or file of the package
