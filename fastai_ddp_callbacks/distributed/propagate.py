@@ -55,7 +55,7 @@ def report_failure(
         control = current_control()
         if control is None or error in known:
             return None
-        cause = control.lookout.find_cause(error) if _is_network_error(error) else None
+        cause = control.lookout.find_cause(error) if is_network_error(error) else None
         if cause is None or cause not in known:
             control.lookout.report_failure(cause or error, place)
         return cause
@@ -64,7 +64,9 @@ def report_failure(
         return None
 
 
-def _is_network_error(error):
+def is_network_error(
+    error: BaseException,
+) -> bool:
     "Whether `error` is what torch raises when other ranks do not come, or are gone."
     if not isinstance(error, RuntimeError) or isinstance(error, DDPError):
         return False
