@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
@@ -31,7 +32,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     batch, if another running job saves under the same name. See `docs/which-file-is-which.md`."""
 
     name = 'save_model'
-    _saver: Saver | None = None  # of the last fit
+    _saver: Any = None  # the `Saver` of the last fit
     _finished: dict | None = None  # state of a fit that was found finished
     _row: dict = {}  # this rank's values of the last epoch, by column
 
@@ -53,11 +54,12 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         on_error: str = 'raise',  # when rank 0 cannot write: 'raise' on all ranks, or 'warn' and continue training.
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
     ):
-        files = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
-        kept = dict(keep_best=keep_best, keep_last=keep_last, last=last, on_error=on_error, background=background)
+        files: dict[str, Any] = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
+        kept: dict[str, Any] = dict(keep_best=keep_best, keep_last=keep_last, last=last)
+        kept.update(on_error=on_error, background=background)
         SavePolicy(**files, **kept).check('DDPSaveModelCallback')
         super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **files)
-        vars(self).update(kept)
+        self.__dict__.update(kept)
 
     @property
     def policy(self) -> SavePolicy:
