@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from . import __version__
+from . import demo
 from .commands import doctor, files
-from .demo import race as demo
 
 __all__ = ['main']
 

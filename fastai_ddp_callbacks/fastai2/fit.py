@@ -16,9 +16,10 @@ from fastai.learner import Learner, Recorder
 
 from .evaluation import FitState
 
-__all__ = ['Fit', 'FitCallback', 'WatchedCallback', 'running_fit']
+__all__ = ['Fit', 'FitCallback', 'WatchedCallback', 'running_fit', 'is_evaluating']
 
 _METHODS = ('_with_events', '_call_one', '_do_epoch_validate')
+_BATCH = ('before_batch', 'after_pred', 'after_loss', 'after_batch')
 _FRAME = ('before_fit', 'before_epoch', 'after_epoch', 'after_fit')  # the events that an evaluation borrows from a fit
 
 
@@ -76,6 +77,14 @@ def running_fit(
     "The fit that is running on a watched learner; None if there is none."
     watch = _watch_on(learn)
     return watch.fit if watch else None
+
+
+def is_evaluating(
+    learn: Learner,  # a watched learner
+) -> bool:
+    "Whether what is running is no part of a fit itself: an evaluation, in a fit or outside of one."
+    watch = _watch_on(learn)
+    return watch is None or watch.fit is None or watch.evaluations > 0
 
 
 class WatchedCallback(Callback):
@@ -216,13 +225,18 @@ class FitWatch:
             self._begin_evaluation()
         if self.evaluations:
             return self._send_in_evaluation(event_name)
-        if fit.ignored:
+        if fit.ignored or self._is_extra_batch(event_name):
             self._send(event_name, _hears_anything)
         else:
             fit.note(event_name)
             self.inner[1](event_name)
         if begins:
             fit.begin()
+
+    def _is_extra_batch(self, event_name):
+        "Whether this is of a `learn.one_batch` that a callback calls between training and validation, as loggers do."
+        parts = 'train body', 'validate body'
+        return event_name in _BATCH and not any(part in self.depth for part in parts)
 
     def _send(self, event_name, hears):
         for cb in self.learn.cbs.sorted('order'):

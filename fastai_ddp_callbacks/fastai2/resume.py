@@ -347,7 +347,8 @@ class DDPResumeCallback(FitCallback):
             'opt': to_builtin(self.learn.opt.state_dict()),
             'training': training,
         }
-        others = [t for o in self.learn.cbs if isinstance(w := vars(o).get('_writer'), Writer) for t in w.under_way]
+        savers = [vars(cb)['_saver'] for cb in self.learn.cbs if vars(cb).get('_saver')]
+        others = [thread for saver in savers for thread in saver.writer.under_way]
 
         def write_last(state):  # killed in between, the fit would go on after an epoch whose best was never written
             for o in others:

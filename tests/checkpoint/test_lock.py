@@ -478,7 +478,7 @@ class Midst(Callback):
 
     def after_epoch(self):
         self.learn.export('midst.pkl')
-        store = self.learn.save_model._store
+        store = self.learn.save_model._saver.store
         for o in (pickle.loads(pickle.dumps(store)), copy.deepcopy(store)):
             assert (o.files, o.best) == (store.files, store.best)
             o.release()  # a copy does not hold it

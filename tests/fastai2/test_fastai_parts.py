@@ -158,9 +158,7 @@ def test_predictions_results_and_export_after_training(tmp_path):
         return len(preds), len(targs), [float(o) for o in loss], len(t.calls)
 
     a, b = values(run(scenario, 2, env=lambda r: dict(MPLBACKEND='Agg')))
-    assert (
-        a == b and a[:2] == (50, 50) and a[3] == 3 + 2
-    )  # the averages each time, and the order but for `show_results`
+    assert a == b and a[:2] == (50, 50) and a[3] == 1 + 2  # the order, and the averages of `validate`
     loaded = load_learner(tmp_path / 'learner.pkl')
     assert len(loaded.save_model.last_saved_path.name) and loaded.model(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 

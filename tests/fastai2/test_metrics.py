@@ -121,10 +121,13 @@ def test_a_rank_that_begins_an_epoch_or_its_validation_late_is_seen_where_the_or
 
     results = run(scenario, 2)
     table = values(results)[0]
-    assert [o.split(', ')[0] for o in table.name] == ["broadcast('order of samples'"] * 2 + [
-        "all_gather('averages of epoch 0')"
+    assert [o.split(', ')[0] for o in table.name] == [
+        "all_gather('sizes of the data')",
+        "broadcast('order of training samples in epoch 0'",
+        "broadcast('order of validation samples in epoch 0'",
+        "all_gather('averages of epoch 0')",
     ]
-    assert list(table.index[table['rank 0'] > 1]) == [event == 'before_validate']
+    assert list(table.index[table['rank 0'] > 1]) == [1 + (event == 'before_validate')]
     assert 'rank 1 cost the other 1.' in results[0].output
 
 
