@@ -9,7 +9,7 @@ from fastai.basics import Callback
 from matplotlib.image import imread
 
 from fastai_ddp_callbacks import agree, barrier, ddp_ctx, rank, run_on_main
-from fastai_ddp_callbacks.distributed import collectives
+from fastai_ddp_callbacks.distributed.current import known_control
 from fastai_ddp_callbacks.errors import DDPError, RankFailedError
 from fastai_ddp_callbacks.timeline import (
     picture,
@@ -70,7 +70,7 @@ def with_clock(ahead=(), remember=2000):
     barrier('with made-up time')
     made_up.ahead = dict(ahead)
     time.time_ns = clock
-    collectives._control.record = Record(maxlen=remember)
+    known_control().record = Record(maxlen=remember)
 
 
 def about(seconds):
@@ -146,7 +146,7 @@ def test_a_rendezvous_that_not_all_remember_is_left_out():
     def scenario():
         work()
         if rank() == 1:
-            collectives._control.record.popleft()  # as after a rank left in the midst of it
+            known_control().record.popleft()  # as after a rank left in the midst of it
         return list(timeline().name)
 
     a, b = values(run(scenario, 2))

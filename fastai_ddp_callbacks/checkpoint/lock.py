@@ -162,8 +162,8 @@ class _Watch:
 
 
 def _may_be_gone(owner, me):
-    """Whether the owner was perhaps in a container of which this one is the next start: they have the host's name in common,
-    and not its processes. Two jobs that were given different numbers are two."""
+    """Whether the owner was perhaps in a container of which this one is the next start: they have the host's name in
+    common, and not its processes. Two jobs that were given different numbers are two."""
     if owner.name != me.name:
         return False
     return owner.job == me.job or not (_is_given(owner.job) and _is_given(me.job))

@@ -11,7 +11,7 @@ from statistics import median
 import torch, torch.distributed as dist
 
 from .. import __version__
-from ..distributed.collectives import all_gather, barrier
+from ..distributed import all_gather, barrier
 from ..process import host
 from .launcher_variables import VARIABLES, look_at_variables
 from .roll_call import RollCall, first_line

@@ -12,7 +12,7 @@ from fastai.callback.progress import ProgressCallback
 from fastai.distributed import _hidden_params
 from fastai.torch_core import delegates
 
-from ..distributed.collectives import rank, propagate_failure, world_size
+from ..distributed import rank, propagate_failure, world_size
 from ..training.process_group import process_group
 from . import learner  # noqa: F401 (gives the timeline to Learner)
 from .departure import departures_explained

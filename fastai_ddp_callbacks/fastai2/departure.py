@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..distributed.collectives import _get_control, _is_network_error
+from ..distributed.current import current_control
+from ..distributed.propagate import is_network_error
 from ..errors import RankFailedError
 
 __all__ = ['note_departure', 'departures_explained']
@@ -17,7 +18,7 @@ def note_departure(
     what: str,  # this rank has done
 ) -> None:
     "Leave a note. No rendezvous."
-    control = _get_control()
+    control = current_control()
     if control is not None:
         control.store.set(f'departed/{control.rank}', what)
 
@@ -25,13 +26,13 @@ def note_departure(
 @contextmanager
 def departures_explained() -> Iterator[None]:
     "Raise `RankFailedError` for a network error of torch in the block if another rank has left its fit."
-    control = _get_control()
+    control = current_control()
     if control is not None:
         control.store.set(f'departed/{control.rank}', '')  # of an earlier block
     try:
         yield
     except RuntimeError as e:
-        if not _is_network_error(e):
+        if not is_network_error(e):
             raise
         for rank, what in _departed().items():
             text = f'rank {rank} {what}, and this rank went on training.'
@@ -49,7 +50,7 @@ def departures_explained() -> Iterator[None]:
 
 def _departed():
     "What other ranks have noted."
-    control = _get_control()
+    control = current_control()
     if control is None:
         return {}
     notes = {}

@@ -21,7 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..distributed.collectives import broadcast
+from ..distributed import broadcast
 
 __all__ = ['DDPLoader', 'EvaluationLoader', 'OwnLoader', 'Stretch', 'stretches', 'divisible', 'is_divided']
 

@@ -15,7 +15,7 @@ from fastai.learner import AvgLoss, AvgMetric, Metric
 from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti
 from fastai.torch_core import find_bs
 
-from ..distributed.collectives import all_gather, all_or_none
+from ..distributed import all_gather, all_or_none
 
 __all__ = ['ExactAverages']
 

@@ -10,7 +10,7 @@ from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..distributed.batch_flag import BatchFlag
-from ..distributed.collectives import broadcast, print_on_main, world_size
+from ..distributed import broadcast, print_on_main, world_size
 from .fit import Fit, FitCallback
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
@@ -23,6 +23,7 @@ class _StopTogether(FitCallback):
 
     def begin(self, fit: Fit) -> None:
         self._flag = BatchFlag(self.name)
+        self._flag.open()
 
     def after_batch(self):
         "Report whether to stop, and learn who wanted to in the batch before."

@@ -13,7 +13,7 @@ from fastai.torch_core import get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchLoader
 
-from ..distributed.collectives import all_gather, all_or_none, print_on_main, rank, world_size
+from ..distributed import all_gather, all_or_none, print_on_main, rank, world_size
 from ..timeline import straggler_summary
 from .departure import note_departure
 from .fit import WatchedCallback, is_evaluating, running_fit

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 
-from ..distributed.collectives import print_on_main, run_on_main
+from ..distributed import print_on_main, run_on_main
 from .table import rank_columns, timeline, waits_by_rank
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np, pandas as pd
 
-from ..distributed import collectives
+from ..distributed.current import known_control
 from .table import without_epoch
 
 __all__ = ['straggler_summary']
@@ -20,7 +20,7 @@ def straggler_summary(
     """Which rank cost each of the others more than a tenth of the time, and more than a second, on average.
 
     Waits at a rendezvous count for the rank that arrived last. Known from what rank 0 remembers: no rendezvous."""
-    control = collectives._control
+    control = known_control()
     if control is None or control.rank:
         return None
     met = [entry for entry in control.record if begin <= entry[2] <= end]

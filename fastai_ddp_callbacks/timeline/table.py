@@ -5,7 +5,8 @@ import re
 
 import numpy as np, pandas as pd
 
-from ..distributed.collectives import _get_control, all_gather
+from ..distributed import all_gather
+from ..distributed.current import current_control
 from ..errors import DDPError
 
 __all__ = ['timeline', 'waits_by_name', 'waits_by_rank', 'rank_columns', 'without_epoch']
@@ -38,7 +39,7 @@ def _gather_record():
     """The places, and when each rank arrived there, by rank 0's clock.
 
     An array of float64 seconds since the first arrival, one row per rendezvous and one column per rank."""
-    control = _get_control('timeline()')
+    control = current_control('timeline()')
     if control is None:
         return [], np.zeros((0, 1))
     own = list(control.record)

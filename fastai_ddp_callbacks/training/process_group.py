@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch, torch.distributed as dist
 
-from ..distributed.collectives import get_timeout, rank, world_size
+from ..distributed import get_timeout, rank, world_size
 
 __all__ = ['LAUNCHED', 'process_group', 'hide_stray_environment', 'restore_environment']
 

@@ -264,7 +264,7 @@ def test_a_rank_that_cannot_write_makes_all_ranks_raise_at_once(tmp_path):
     def scenario():
         class Full(DDPSaveModelCallback):
             def _write(self, *args):
-                self._store.folder = Path('/proc/nowhere')
+                self._saver.store.folder = Path('/proc/nowhere')
                 return super()._write(*args)
 
         learn, start = learner(tmp_path), time.monotonic()

@@ -298,8 +298,10 @@ def test_the_column_is_found_by_its_name_in_every_epoch(tmp_path, train_metrics)
     seen = []
 
     class Spy(DDPTrackerCallback):
-        def _decide(self, val):
-            seen.append((val, float(self.recorder.metrics[0].value)))  # the metric holds what it had in validation
+        def _decide(self, verdict):
+            seen.append(
+                (verdict.value, float(self.recorder.metrics[0].value))
+            )  # the metric holds what it had in validation
 
     learn.fit(3, 0.01, cbs=[Spy('valid_mae' if train_metrics else 'mae', comp=np.less), NoTraining()])
     assert len(seen) == 3 and all(a == pytest.approx(b) for a, b in seen)
