@@ -160,7 +160,7 @@ class ResumeFiles:
 
     def _delete(self, victims):
         for o in victims:
-            delete(o)
+            delete(o, self.store.disk)
 
 
 def _changed(path):
