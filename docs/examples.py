@@ -235,6 +235,18 @@ def once_per_node():
 
 
 @two
+def main_process_first():
+    from pathlib import Path
+    from fastai_ddp_callbacks import main_process_first
+
+    with main_process_first('vocabulary'):  # rank 0 first, then the others
+        if not Path('vocab.txt').exists():
+            Path('vocab.txt').write_text('a b c')  # on rank 0 only: the others find it
+        vocab = Path('vocab.txt').read_text().split()  # on each rank
+    assert vocab == ['a', 'b', 'c']
+
+
+@two
 def no_collectives():
     from fastai_ddp_callbacks import no_collectives
 
@@ -247,7 +259,7 @@ def no_collectives():
 def propagate_failure():
     from fastai_ddp_callbacks import barrier, propagate_failure
 
-    with propagate_failure('training'):  # if it raises here, the ranks that wait in a barrier are told
+    with propagate_failure('training'):  # if it raises here, the ranks that wait in a barrier raise too
         print('a batch is trained')
     barrier('end of training')
 

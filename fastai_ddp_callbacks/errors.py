@@ -99,7 +99,7 @@ class MismatchedCheckpointError(CheckpointError):
 
 
 class CheckpointInUseError(CheckpointError):
-    "Another run, which still lives, saves under this name in this folder."
+    "Another running job saves under this name in this folder."
 
 
 class UnequalWeightsError(DDPError):

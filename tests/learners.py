@@ -46,6 +46,8 @@ class Observed(Observes, DDPSaveModelCallback):
         self._observed(super()._load_best)
 
 
+# collectives at the beginning of a fit in `ddp_ctx`, whatever the callbacks: the sizes of the data
+OF_A_FIT = 1
 # collectives of an epoch in `ddp_ctx`, whatever the callbacks: the order in training and in validation, the averages
 OF_AN_EPOCH = 3
 

@@ -19,8 +19,8 @@ FLOORS = [
     {'demo', 'commands'},
     {'cli', 'patch'},
 ]
-FRIENDS = {('commands', 'demo')}
-WITHOUT_FASTAI = {'errors', 'process', 'installed', 'distributed', 'checkpoint', 'training'}
+FRIENDS = {('demo', 'commands')}
+WITHOUT_FASTAI = {'errors', 'process', 'installed', 'distributed', 'checkpoint', 'training', 'timeline'}
 
 
 def module_of(path):

@@ -9,10 +9,16 @@ from fastai.basics import Callback
 from matplotlib.image import imread
 
 from fastai_ddp_callbacks import agree, barrier, ddp_ctx, rank, run_on_main
-from fastai_ddp_callbacks import timeline as module
-from fastai_ddp_callbacks.distributed import collectives
+from fastai_ddp_callbacks.distributed.current import known_control
 from fastai_ddp_callbacks.errors import DDPError, RankFailedError
-from fastai_ddp_callbacks.timeline import plot_timeline, straggler_summary, timeline, waits_by_name, waits_by_rank
+from fastai_ddp_callbacks.timeline import (
+    picture,
+    plot_timeline,
+    straggler_summary,
+    timeline,
+    waits_by_name,
+    waits_by_rank,
+)
 from learners import Observed, learner
 from notebooks import client_for
 from ranks import run, values
@@ -64,7 +70,7 @@ def with_clock(ahead=(), remember=2000):
     barrier('with made-up time')
     made_up.ahead = dict(ahead)
     time.time_ns = clock
-    collectives._control.record = Record(maxlen=remember)
+    known_control().record = Record(maxlen=remember)
 
 
 def about(seconds):
@@ -140,7 +146,7 @@ def test_a_rendezvous_that_not_all_remember_is_left_out():
     def scenario():
         work()
         if rank() == 1:
-            collectives._control.record.popleft()  # as after a rank left in the midst of it
+            known_control().record.popleft()  # as after a rank left in the midst of it
         return list(timeline().name)
 
     a, b = values(run(scenario, 2))
@@ -335,7 +341,7 @@ def ink(figure, colour):
 
 @pytest.mark.parametrize('n', [2, 3, 8, 16])
 def test_the_picture_has_a_row_for_each_rank_and_no_text_over_another(n, tmp_path):
-    figure = module._draw(some_table(n))
+    figure = picture._draw(some_table(n))
     figure.draw_without_rendering()
     ax = figure.axes[0]
     assert [o.get_text() for o in ax.get_yticklabels()] == [f'rank {r}' for r in range(n)]
@@ -351,12 +357,12 @@ def test_the_picture_has_a_row_for_each_rank_and_no_text_over_another(n, tmp_pat
         assert a.x0 >= 0 and a.y0 >= 0 and a.x1 <= figure.bbox.x1 and a.y1 <= figure.bbox.y1
         assert not any(a.overlaps(b) for b in boxes[i + 1 :])
     ink.file = tmp_path / 'picture.png'
-    assert all(ink(figure, o) > 200 for o in module._COLOURS.values())
+    assert all(ink(figure, o) > 200 for o in picture._COLOURS.values())
 
 
 def test_what_each_rank_did_follows_from_the_names():
     table = some_table(3, epochs=1)
-    bars = module._bars(table)
+    bars = picture._bars(table)
     write, load = table.loc[2], table.loc[4]
     assert bars['save'] == [[(pytest.approx(write.begin), pytest.approx(write.end))], [], []]
     assert [len(o) for o in bars['load']] == [2, 2, 2] and bars['load'][1][1] == (
@@ -367,7 +373,7 @@ def test_what_each_rank_did_follows_from_the_names():
 
 
 def test_the_longest_waits_are_marked_on_the_row_of_the_straggler_and_explained():
-    figure = module._draw(some_table())
+    figure = picture._draw(some_table())
     numbers = {o.get_text(): o.get_position()[1] for o in figure.axes[0].texts if o.get_text().isdigit()}
     lines = [o.get_text() for o in figure.texts[1:]]
     assert len(numbers) == len(lines) == 6
@@ -380,24 +386,24 @@ def test_without_long_waits_the_picture_says_so():
     table = some_table(2)
     table[['rank 0', 'rank 1', 'waited']] = 0.0
     table['begin'] = table['end']
-    assert module._draw(table).texts[1].get_text() == 'No rank waited for another one for long.'
+    assert picture._draw(table).texts[1].get_text() == 'No rank waited for another one for long.'
 
 
 def test_units_of_time_follow_the_length():
     long = some_table(2)
     for column in 'begin', 'end', 'waited', 'rank 0', 'rank 1':
         long[column] *= 1000
-    assert [module._draw(o).axes[0].get_xlabel().split()[0] for o in (some_table(2), long)] == ['s', 'h']
-    assert [module._seconds(o) for o in (0.5, 12, 900, 36000)] == ['0.50 s', '12.0 s', '15.0 min', '10.0 h']
+    assert [picture._draw(o).axes[0].get_xlabel().split()[0] for o in (some_table(2), long)] == ['s', 'h']
+    assert [picture._seconds(o) for o in (0.5, 12, 900, 36000)] == ['0.50 s', '12.0 s', '15.0 min', '10.0 h']
 
 
 def test_long_names_and_paths_are_shortened_to_what_tells_them_apart():
     assert (
-        module._shortened("all_or_none('load /a/b/c/model.pth')", 'loading.py:42')
+        picture._shortened("all_or_none('load /a/b/c/model.pth')", 'loading.py:42')
         == "all_or_none('load model.pth') at loading.py:42"
     )
-    assert module._shortened('run_on_main(f) at a.py:3', 'a.py:3') == 'run_on_main(f) at a.py:3'
-    assert len(module._shortened(200 * 'x', 'a.py:3')) < 115
+    assert picture._shortened('run_on_main(f) at a.py:3', 'a.py:3') == 'run_on_main(f) at a.py:3'
+    assert len(picture._shortened(200 * 'x', 'a.py:3')) < 115
 
 
 def test_rank_0_draws_and_saves_the_picture(tmp_path):
@@ -427,7 +433,7 @@ def test_names_with_signs_that_mean_formulas_elsewhere_are_drawn_as_they_are(tmp
     names = ['costs $5_ and $6^', r'$\frac{$', '$x$']
     table['name'] = [*names, *table.name[3:]]
     table['begin'] = table.end - 1
-    figure = module._draw(table)
+    figure = picture._draw(table)
     figure.savefig(tmp_path / 'x.png')
     lines = [o for o in figure.texts if any(n in o.get_text() for n in names)]
     assert len(lines) == 3 and not any(o.get_parse_math() for o in lines)
@@ -436,8 +442,8 @@ def test_names_with_signs_that_mean_formulas_elsewhere_are_drawn_as_they_are(tmp
 def test_a_notebook_shows_the_picture_once(tmp_path):
     code = f'''import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_timeline import module, some_table
-module._draw(some_table())'''
+from test_timeline import picture, some_table
+picture._draw(some_table())'''
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     client_for(nb, tmp_path).execute()
     assert len([o for o in nb.cells[0].outputs if 'image/png' in o.get('data', {})]) == 1
@@ -491,6 +497,6 @@ def test_a_fit_with_a_slow_rank_and_a_slow_save_shows_both_and_the_learner_knows
     agreed = table[table.name.str.startswith('agree(')]
     assert list(agreed.straggler) == [1, 1]
     assert list(agreed['rank 0']) == about([0.7, 0.7])
-    bars = {k: [sum(b - a for a, b in o) for o in v] for k, v in module._bars(table).items()}
+    bars = {k: [sum(b - a for a, b in o) for o in v] for k, v in picture._bars(table).items()}
     assert bars['save'] == about([2.0, 0.0])
     assert bars['load'] == about([0.5, 0.5])

@@ -102,6 +102,7 @@ class _Job:
             self.result.set_result(write(copy))
         except BaseException as e:
             self.result.set_exception(e)  # raised by `take`
+            self = write = copy = None  # the exception has this frame, and would keep them for as long as a cycle lives
 
     def take(self):
         "What `write` returned or raised."

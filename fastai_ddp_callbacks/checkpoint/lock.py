@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import CheckpointInUseError
 from ..process import is_same_process
 from .atomic import temporary_beside, write_error
-from .lock_file import BUSY, OpenedLock, Owner, create, link
+from .lock_file import BUSY, OpenedLock, Owner, create, link, swept_runs
 
 __all__ = ['Lock']
 
@@ -121,6 +121,8 @@ class Lock:
                 )
             time.sleep(_POLL)
             end = time.monotonic() + BUSY
+        # one of another name in this fit may have swept the lock of the same killed run
+        self.killed_run = swept_runs.pop(str(self.path), None)
 
     def _in_use(self, owner):
         return CheckpointInUseError(
@@ -162,8 +164,8 @@ class _Watch:
 
 
 def _may_be_gone(owner, me):
-    """Whether the owner was perhaps in a container of which this one is the next start: they have the host's name in common,
-    and not its processes. Two jobs that were given different numbers are two."""
+    """Whether the owner was perhaps in a container of which this one is the next start: they have the host's name in
+    common, and not its processes. Two jobs that were given different numbers are two."""
     if owner.name != me.name:
         return False
     return owner.job == me.job or not (_is_given(owner.job) and _is_given(me.job))

@@ -106,7 +106,7 @@ def load_model_state(
     except (RuntimeError, LookupError, AttributeError, TypeError, ValueError) as e:
         if before is not None:
             bare.load_state_dict({k: v for k, v in before.items() if not _is_lazy_tensor(v)}, strict=False)
-        raise _mismatch(path, f'{type(e).__name__}: {str(e)[:300]}') from e
+        raise _mismatch(path, ' '.join(str(e).split())[:300].rstrip('.')) from e
 
 
 def _is_lazy_tensor(value):
@@ -184,7 +184,7 @@ def refuse_sharded(
     batch."""
     for name, module in model.named_modules():
         if type(module).__name__ == 'FullyShardedDataParallel':
-            raise CheckpointError(f'{who}: the model{name and f" ({name})"} {sharded_message(module)}')
+            raise CheckpointError(f'{who}: {(name or "all")!r} of the model {sharded_message(module)}')
     for kind in model.named_parameters(), model.named_buffers():
         for name, value in kind:
             if is_sharded(value):

@@ -1,41 +1,32 @@
-"What the doctor says: facts of all ranks in, one verdict per line out. Every check is a function that yields (verdict, text, advice)."
+"""What the doctor concludes: facts of all ranks in, one verdict per line out.
+
+Every check is a function that yields lines."""
 
 from __future__ import annotations
+from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
 
-from ..training.process_group import _LAUNCHED
 from .files import _size
+from .findings import Finding, count, each_in_words, note, ok, problem, ranks_by, ranks_in_words
+from .launcher_variables import check_launcher
 
-__all__ = ['Finding', 'judge', 'look_at_variables', 'VARIABLES', 'count']
+__all__ = ['judge']
 
-_OURS = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
-_OTHERS = 'SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE'  # how many processes other launchers have started
-VARIABLES = *_OURS, *_OTHERS
-_FEW, _LITTLE = 100e6, 1e9  # bytes of free space that are a problem, and those worth a note
-
-
-class Finding(NamedTuple):
-    "One line of the report."
-
-    verdict: str  # 'ok', 'note' or 'problem'
-    check: str  # what was looked at
-    text: str  # what was seen
-    advice: str = ''  # what to do about it
+_HARDLY_ANY, _LITTLE = 100e6, 1e9  # bytes of free space that are a problem, and those worth a note
 
 
 def judge(
-    facts: dict,  # what each rank that came has seen, by rank; see `doctor._facts`
+    facts: dict[int, dict],  # what each rank that answered has seen, by rank; see `facts.own_facts`
     size: int,  # how many ranks there should be
-    missing=(),  # ranks that did not come, or went
+    missing: Sequence[int] = (),  # ranks that did not answer, or left
     timeout: float = 30,  # how many seconds they were waited for
-    lost: str = '',  # what is wrong with the connection to the others
-    twice=(),  # ranks that several processes take themselves for
-) -> list:  # of `Finding`
+    connection_error: str = '',  # what is wrong with the connection to the others
+    duplicates: Sequence[int] = (),  # ranks that several processes take themselves for
+) -> list[Finding]:
     "The verdicts, at least one for each check."
     found = dict(
-        launcher=_launcher(facts),
-        ranks=_ranks(facts, size, missing, timeout, lost, twice),
+        launcher=check_launcher(facts),
+        ranks=_ranks(facts, size, missing, timeout, connection_error, duplicates),
         backend=_backend(facts, size),
         devices=_devices(facts),
         gloo=_gloo(facts, size),
@@ -44,338 +35,196 @@ def judge(
         space=_space(facts),
         versions=_versions(facts),
     )
-    return [Finding(verdict, check, *text) for check, lines in found.items() for verdict, *text in lines]
+    return [Finding(line.verdict, check, line.text, line.advice) for check, lines in found.items() for line in lines]
 
 
-def look_at_variables(
-    env: dict,  # the launcher's variables that there are
-) -> tuple:  # rank, world size, (verdict, text, advice)
-    "What the variables say. A process that they do not put into a group is rank 0 of 1."
-    said, missing = ', '.join(f'{k}={v}' for k, v in env.items() if k in _OURS), [o for o in _LAUNCHED if o not in env]
-    for k in _OURS:
-        if k in env and k != 'MASTER_ADDR' and not env[k].isdecimal():
-            return 0, 1, ('problem', f'{k}={env[k]!r} is not a whole number.', f'Unset {k}, or mend it.')
-    n = {k: int(env[k]) for k in _OURS if k in env and k != 'MASTER_ADDR'}
-    if not 0 < n.get('MASTER_PORT', 1) < 2**16:
-        return (
-            0,
-            1,
-            (
-                'problem',
-                f"MASTER_PORT={n['MASTER_PORT']} is no port: they go from 1 to 65535.",
-                'Choose one that is free on the host of rank 0.',
-            ),
-        )
-    if not env.get('MASTER_ADDR', 'unset').strip():
-        return (
-            0,
-            1,
-            ('problem', 'MASTER_ADDR is empty.', 'Set it to the host of rank 0, as all hosts reach it, or unset it.'),
-        )
-    for low, high in ('RANK', 'WORLD_SIZE'), ('LOCAL_RANK', 'LOCAL_WORLD_SIZE'), ('LOCAL_RANK', 'WORLD_SIZE'):
-        if low in n and high in n and n[low] >= n[high]:
-            return (
-                0,
-                1,
-                (
-                    'problem',
-                    f'{low}={n[low]} does not go with {high}={n[high]}: it counts from 0.',
-                    'Let the launcher set these variables, all of them.',
-                ),
-            )
-    if not missing:
-        return (
-            n['RANK'],
-            n['WORLD_SIZE'],
-            ('ok', f'{", ".join(o for o in _OURS if o in env)} are set and go together', ''),
-        )
-    if n.get('RANK') or n.get('WORLD_SIZE', 1) > 1:
-        return (
-            0,
-            1,
-            (
-                'problem',
-                f'{said}, but no {", ".join(missing)}: no process group can be made, and this process would train alone.',
-                'Start the script by torchrun or accelerate launch, or unset these variables.',
-            ),
-        )
-    if said:
-        return (
-            0,
-            1,
-            (
-                'note',
-                f'{said}, without a launcher: left over in this shell.',
-                'Unset these variables, unless your script completes them.',
-            ),
-        )
-    for o in _OTHERS:
-        if env.get(o, '1') != '1':
-            return (
-                0,
-                1,
-                (
-                    'note',
-                    f"{o}={env[o]}, but none of torch's variables: each of these processes would train alone.",
-                    'Start torchrun on each node, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process.',
-                ),
-            )
-    return 0, 1, ('ok', 'no launcher: one process, which trains alone', '')
-
-
-# -- words
-
-
-def count(n, what):
-    return f'{n or "no"} {what}{"" if n == 1 else "s"}'
-
-
-def _who(ranks):
-    return f'rank{"" if len(ranks) == 1 else "s"} {", ".join(map(str, ranks))}'
-
-
-def _groups(facts, get):
-    "{what `get` gives: the ranks for which it does}."
-    res = {}
-    for r, o in facts.items():
-        res.setdefault(get(o), []).append(r)
-    return res
-
-
-def _each(groups):
-    return '; '.join(f'{_who(ranks)}: {o}' for o, ranks in groups.items())
-
-
-# -- the checks
-
-
-def _launcher(facts):
-    own = [tuple(o['launcher']) for o in facts.values()]
-    bad = [*dict.fromkeys(o for o in own if o[0] != 'ok'), *_launched_apart(facts)]
-    yield from bad or own[:1]
-
-
-def _launched_apart(facts):
-    sizes = _groups(facts, lambda o: o['size'])
-    if len(sizes) > 1:
-        yield (
-            'problem',
-            f'WORLD_SIZE differs. {_each(sizes)}',
-            'Start all nodes with the same --nnodes, and the same --nproc_per_node.',
-        )
-    if len(facts) == 1:
-        return
-    for ranks in _groups(facts, lambda o: o['machine']).values():
-        local, where = [facts[r]['env'].get('LOCAL_RANK') for r in ranks], f"on {facts[ranks[0]]['host']}"
-        told = facts[ranks[0]]['env'].get('LOCAL_WORLD_SIZE', str(len(ranks)))
-        if None in local:
-            yield 'note', f'LOCAL_RANK is not set {where}.', 'Let the launcher set it: scripts choose their GPU by it.'
-        elif len({*local}) < len(local):
-            yield (
-                'problem',
-                f'{_who(ranks)} {where} have LOCAL_RANK {", ".join(local)}.',
-                'Give each process of a node a LOCAL_RANK of its own.',
-            )
-        elif told != str(len(ranks)):
-            yield (
-                'note',
-                f'LOCAL_WORLD_SIZE={told} {where}, where {_who(ranks)} came.',
-                'As it should be if each rank has a container of its own.',
-            )
-
-
-def _ranks(facts, size, missing, timeout, lost, twice):
-    if twice:
-        yield (
-            'problem',
-            f'Several processes take themselves for {_who(twice)}.',
+def _ranks(facts, size, missing, timeout, connection_error, duplicates):
+    if duplicates:
+        yield problem(
+            f'Several processes take themselves for {ranks_in_words(duplicates)}.',
             'Give each node a --node_rank of its own, and look for processes of an earlier job.',
         )
-    if lost:
-        yield (
-            'problem',
-            f'{lost[0].upper()}{lost[1:]}',
-            (
-                'MASTER_ADDR must be the host of rank 0 as all hosts reach it (not localhost if there are several), and '
-                'MASTER_PORT a port that is free there and that firewalls let pass.'
-            ),
+    if connection_error:
+        yield problem(
+            f'{connection_error[0].upper()}{connection_error[1:]}',
+            'MASTER_ADDR must be the host of rank 0 as all hosts reach it (not localhost if there are several), and '
+            'MASTER_PORT a port that is free there and that firewalls let pass.',
         )
     elif missing:
-        yield (
-            'problem',
-            f'{_who(missing)} did not come in {timeout:g} s, or went.',
-            (
-                'Look at what these processes say. If only this one was '
-                'started, RANK and WORLD_SIZE are left over in this shell: unset them.'
-            ),
+        yield problem(
+            f'{ranks_in_words(missing)} did not answer within {timeout:g} s, or left.',
+            'Look at the output of these processes. If only this one was started, RANK and WORLD_SIZE are left over in '
+            'this shell: unset them.',
         )
-    elif not twice:
-        yield 'ok', f'{count(size, "rank")} on {count(len(_groups(facts, lambda o: o["machine"])), "host")}'
+    elif not duplicates:
+        hosts = ranks_by(facts, lambda own: own['machine'])
+        yield ok(f'{count(size, "rank")} on {count(len(hosts), "host")}')
 
 
 def _backend(facts, size):
-    without = {o: [r for r, f in facts.items() if not f[o]] for o in ('gloo', 'nccl')}
-    needed = [r for r in without['nccl'] if facts[r]['gpus'] and size > 1]
-    if without['gloo']:
-        yield (
-            'problem',
-            f"torch has no gloo on {_who(without['gloo'])}: ranks cannot meet.",
+    without_gloo = [rank for rank, own in facts.items() if not own['gloo']]
+    without_nccl = [rank for rank, own in facts.items() if not own['nccl']]
+    needing_nccl = [rank for rank in without_nccl if facts[rank]['gpus'] and size > 1]
+    if without_gloo:
+        yield problem(
+            f'torch has no gloo on {ranks_in_words(without_gloo)}: ranks cannot meet.',
             'Install a build of torch with gloo, as the official ones are.',
         )
-    if needed:
-        yield (
-            'problem',
-            f'torch has no NCCL on {_who(needed)}, with GPUs.',
+    if needing_nccl:
+        yield problem(
+            f'torch has no NCCL on {ranks_in_words(needing_nccl)}, with GPUs.',
             'Install a build of torch for CUDA on Linux, or train on the CPU.',
         )
-    if not (without['gloo'] or needed):
-        yield 'ok', 'gloo; no NCCL, which only GPUs need' if without['nccl'] else 'gloo and NCCL'
+    if not without_gloo and not needing_nccl:
+        yield ok('gloo; no NCCL, which only GPUs need' if without_nccl else 'gloo and NCCL')
 
 
 def _devices(facts):
-    idle = [r for r, o in facts.items() if not o['gpus'] and o['driver'] and o['visible'] is None]
-    if idle:
-        yield (
-            'note',
-            f'{_who(idle)} cannot use the GPU of this host.',
-            'Install a build of torch that fits the driver (`nvidia-smi` shows its version).',
-        )
-    hidden = {
-        r: o
-        for r, o in facts.items()
-        if not o['gpus'] and o['driver'] and (o['visible'] or '').strip() not in ('', '-1')
-    }  # those two are meant so
-    if hidden:
-        yield (
-            'problem',
-            f"Every GPU of the host is hidden. {_each(_groups(hidden, lambda o: 'CUDA_VISIBLE_DEVICES=' + o['visible']))}",
-            (
-                "Name GPUs that are there (`nvidia-smi -L` lists them), or set it to '' to train on the CPU. If they are there, install a build of torch that fits the driver."
-            ),
-        )
-    with_gpus = {r: o for r, o in facts.items() if o['gpus']}
-    places = _groups(with_gpus, lambda o: (o['machine'], _gpu(o)))
+    lines = [*_unusable_gpus(facts)]
+    with_gpus = {rank: own for rank, own in facts.items() if own['gpus']}
+    places = ranks_by(with_gpus, lambda own: (own['machine'], _gpu(own)))
     shared = {gpu: ranks for (_, gpu), ranks in places.items() if len(ranks) > 1}
     if shared:
-        yield (
-            'problem',
-            f'A GPU for several ranks. {_each(shared)}',
-            (
-                'Start at most as many processes on a node as it has GPUs (--nproc_per_node), or make '
-                'more of them visible (CUDA_VISIBLE_DEVICES): NCCL refuses to share one.'
-            ),
+        lines.append(
+            problem(
+                f'A GPU for several ranks. {each_in_words(shared)}',
+                'Start at most as many processes on a node as it has GPUs (--nproc_per_node), or make more of them '
+                'visible (CUDA_VISIBLE_DEVICES): NCCL refuses to share one.',
+            )
         )
-    mixed = 0 < len(with_gpus) < len(facts)
-    if mixed:
-        yield (
-            'problem',
-            f'{_who(list(with_gpus))} would train on GPUs, the other ranks on the CPU.',
-            'Make GPUs visible to all ranks, or to none.',
+    if 0 < len(with_gpus) < len(facts):
+        lines.append(
+            problem(
+                f'{ranks_in_words([*with_gpus])} would train on GPUs, the other ranks on the CPU.',
+                'Make GPUs visible to all ranks, or to none.',
+            )
         )
-    if not (idle or hidden or shared or mixed):
-        yield (
-            'ok',
-            _each({gpu: ranks for (_, gpu), ranks in places.items()}) if places else 'no GPU: training on the CPU',
+    if lines:
+        return lines
+    gpus = {gpu: ranks for (_, gpu), ranks in places.items()}
+    return [ok(each_in_words(gpus) if gpus else 'no GPU: training on the CPU')]
+
+
+def _unusable_gpus(facts):
+    "GPUs that a host has, but torch does not see."
+    blind = {rank: own for rank, own in facts.items() if own['driver'] and not own['gpus']}
+    unhidden = [rank for rank, own in blind.items() if own['visible'] is None]
+    if unhidden:
+        yield note(
+            f'{ranks_in_words(unhidden)} cannot use the GPU of this host.',
+            'Install a build of torch that fits the driver (`nvidia-smi` shows its version).',
+        )
+    # '' and -1 are how one asks for the CPU
+    hidden = {rank: own for rank, own in blind.items() if (own['visible'] or '').strip() not in ('', '-1')}
+    if hidden:
+        values = ranks_by(hidden, lambda own: f'CUDA_VISIBLE_DEVICES={own["visible"]}')
+        yield problem(
+            f'Every GPU of the host is hidden. {each_in_words(values)}',
+            "Name GPUs that are there (`nvidia-smi -L` lists them), or set it to '' to train on the CPU. If they are "
+            'there, install a build of torch that fits the driver.',
         )
 
 
-def _gpu(o):
+def _gpu(own):
     "The GPU that a rank trains on: the one of its local rank."
-    local = o['env'].get('LOCAL_RANK', '')
-    i = int(local if local.isdecimal() else o['rank']) % o['gpus']
-    return f"GPU {o['visible'].split(',')[i].strip() if o['visible'] else i}"
+    local = own['env'].get('LOCAL_RANK', '')
+    index = int(local if local.isdecimal() else own['rank']) % own['gpus']
+    return f"GPU {own['visible'].split(',')[index].strip() if own['visible'] else index}"
 
 
 def _gloo(facts, size):
-    met = {r: o['met'] for r, o in facts.items() if o['met']}
-    errors = _groups({r: o for r, o in met.items() if 'error' in o}, lambda o: o['error'])
+    met = {rank: own['met'] for rank, own in facts.items() if own['met']}
+    failed = {rank: outcome for rank, outcome in met.items() if 'error' in outcome}
     if size == 1:
-        yield 'ok', 'one rank: nothing to reach'
-    elif errors:
-        yield (
-            'problem',
-            f'The ranks cannot meet. {_each(errors)}',
-            (
-                'Set GLOO_SOCKET_IFNAME on each host to the network interface that the other hosts reach '
-                '(`ip addr` lists them), and let firewalls pass all ports between them.'
-            ),
+        yield ok('one rank: nothing to reach')
+    elif failed:
+        errors = ranks_by(failed, lambda outcome: outcome['error'])
+        yield problem(
+            f'The ranks cannot meet. {each_in_words(errors)}',
+            'Set GLOO_SOCKET_IFNAME on each host to the network interface that the other hosts reach (`ip addr` lists '
+            'them), and let firewalls pass all ports between them.',
         )
     elif len(met) < size:
-        yield (
-            'note',
+        yield note(
             'Not tried, since not all ranks are there and in order.',
-            'Mend the problems above, and ask again.',
+            'Correct the problems above, and run the doctor again.',
         )
     else:
-        yield (
-            'ok',
-            f"all ranks met after {max(o['seconds'] for o in met.values()):.2f} s; a rendezvous takes {1000 * median(o['trip'] for o in met.values()):.1f} ms",
-        )
+        seconds = max(outcome['seconds'] for outcome in met.values())
+        trip = median(outcome['trip'] for outcome in met.values())
+        yield ok(f'all ranks met after {seconds:.2f} s; a rendezvous takes {1000 * trip:.1f} ms')
 
 
 def _clock(facts, size):
-    ahead = next((o['met']['ahead'] for o in facts.values() if o['met'] and 'ahead' in o['met']), None)
+    ahead = next((own['met']['ahead'] for own in facts.values() if own['met'] and 'ahead' in own['met']), None)
     if ahead is None:
-        yield 'ok', 'one rank: nothing to compare' if size == 1 else 'not compared'
-    else:
-        low, high = min(ahead), max(ahead)
-        if high - low <= 1:
-            yield 'ok', f'clocks differ by {high - low:.2f} s'
-        else:
-            yield (
-                'problem' if high - low > 60 else 'note',
-                f'The clock of rank {ahead.index(high)} is {high - low:.1f} s ahead of that of rank {ahead.index(low)}.',
-                'Let all hosts keep time by NTP (`timedatectl`): the times in checkpoints and in the timeline are those of the clocks.',
-            )
+        return [ok('one rank: nothing to compare' if size == 1 else 'not compared')]
+    difference = max(ahead) - min(ahead)
+    if difference <= 1:
+        return [ok(f'clocks differ by {difference:.2f} s')]
+    first, last = ahead.index(max(ahead)), ahead.index(min(ahead))
+    line = problem if difference > 60 else note
+    return [
+        line(
+            f'The clock of rank {first} is {difference:.1f} s ahead of that of rank {last}.',
+            'Let all hosts keep time by NTP (`timedatectl`): the times in checkpoints and in the timeline are those of '
+            'the clocks.',
+        )
+    ]
 
 
 def _disk(facts):
-    bad = _groups({r: o for r, o in facts.items() if o['disk_error']}, lambda o: f"{o['folder']}: {o['disk_error']}")
-    if bad:
-        yield (
-            'problem',
-            f'No file can be written. {_each(bad)}',
+    failed = {rank: own for rank, own in facts.items() if own['disk_error']}
+    if failed:
+        errors = ranks_by(failed, lambda own: f'{own["folder"]}: {own["disk_error"]}')
+        yield problem(
+            f'No file can be written. {each_in_words(errors)}',
             'Make the folder, or choose one that can be written to (--folder DIR).',
         )
-    good = {r: o for r, o in facts.items() if not o['disk_error']}
-    apart, after = _groups(good, lambda o: tuple(o['sees'])), max((o['after'] for o in good.values()), default=0)
-    if len(apart) > 1:
-        yield (
-            'note',
-            f"Separate disks: {'; '.join(f'{_who(ranks)}: files of {_who(sees)}' for sees, ranks in apart.items())}",
-            (
-                'As it should be if nodes have disks of their own: the best model is then sent by rank 0. Downloads belong into `run_once_per_node`.'
-            ),
+    written = {rank: own for rank, own in facts.items() if not own['disk_error']}
+    disks = ranks_by(written, lambda own: tuple(own['sees']))
+    delay = max((own['after'] for own in written.values()), default=0)
+    if len(disks) > 1:
+        seen = [f'{ranks_in_words(ranks)}: files of {ranks_in_words(sees)}' for sees, ranks in disks.items()]
+        yield note(
+            f'Separate disks: {"; ".join(seen)}',
+            'As it should be if nodes have disks of their own: the best model is then sent by rank 0. Downloads belong '
+            'into `run_once_per_node`.',
         )
-    elif after > 0.5:
-        yield (
-            'note',
-            f'A shared disk, which shows new files after {after:.1f} s.',
-            'What one rank writes is not seen at once by the others: send it by `broadcast`.',
+    elif delay > 0.5:
+        yield note(
+            f'A shared disk, which shows new files after {delay:.1f} s.',
+            'The other ranks do not see at once what one rank writes: send it by `broadcast`.',
         )
-    elif not bad:
-        yield 'ok', f'{"shared by all ranks, and " if len(good) > 1 else ""}can be written to'
+    elif not failed:
+        yield ok('shared by all ranks, and can be written to' if len(written) > 1 else 'can be written to')
 
 
 def _space(facts):
-    free = {r: o['free'] for r, o in facts.items() if o['free'] is not None}
-    low = [r for r, o in free.items() if o < _LITTLE]
-    if low:
-        yield (
-            'problem' if min(free.values()) < _FEW else 'note',
-            f'{_size(min(free.values()))} free for {_who(low)}.',
+    free = {rank: own['free'] for rank, own in facts.items() if own['free'] is not None}
+    least = min(free.values(), default=None)
+    low = [rank for rank, n in free.items() if n < _LITTLE]
+    if least is None:
+        yield ok('unknown')
+    elif low:
+        line = problem if least < _HARDLY_ANY else note
+        yield line(
+            f'{_size(least)} free for {ranks_in_words(low)}.',
             'Free some: a save needs room for the new file beside the old one.',
         )
     else:
-        yield 'ok', f'{_size(min(free.values()))} free' if free else 'unknown'
+        yield ok(f'{_size(least)} free')
 
 
 def _versions(facts):
     first = facts[min(facts)]['versions']
-    differ = {k: o for k in first if len(o := _groups(facts, lambda f: f['versions'][k] or 'missing')) > 1}
-    for k, groups in differ.items():
-        yield 'problem', f'{k} differs. {_each(groups)}', 'Install the same on all nodes.'
+    differ = False
+    for package in first:
+        groups = ranks_by(facts, lambda own: own['versions'][package] or 'missing')
+        if len(groups) > 1:
+            differ = True
+            yield problem(f'{package} differs. {each_in_words(groups)}', 'Install the same on all nodes.')
     if not first['fastai']:
-        yield 'note', 'fastai is missing.', 'The callbacks need it: pip install fastai.'
+        yield note('fastai is missing.', 'The callbacks need it: pip install fastai.')
     elif not differ:
-        yield 'ok', ', '.join(f'{k} {v or "missing"}' for k, v in first.items())
+        yield ok(', '.join(f'{package} {version or "missing"}' for package, version in first.items()))

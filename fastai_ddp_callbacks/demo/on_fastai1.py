@@ -12,7 +12,8 @@ from fastai.torch_core import add_metrics
 from fastai.train import fit_one_cycle
 from torch import nn
 
-from .race import FNAME, LOADED, TRAINED, digits
+from .notes import LOADED, TRAINED
+from .race import FNAME, digits
 from ..fastai1.callbacks import DDPSaveModelCallback, ddp_ctx
 
 __all__ = ['train']

@@ -8,7 +8,8 @@ from fastai.callback.schedule import fit_one_cycle  # noqa: F401 (gives it to Le
 from fastai.callback.tracker import SaveModelCallback, TrackerCallback
 
 from ..fastai2.context import ddp_ctx
-from .race import FNAME, LOADED, TRAINED, digits
+from .notes import LOADED, TRAINED
+from .race import FNAME, digits
 from ..fastai2.save_model import DDPSaveModelCallback
 
 __all__ = ['train']

@@ -23,14 +23,15 @@ from fastai.distributed import DistributedTrainer, TextClasDataBunch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.batch_flag import BatchFlag
+from ..distributed.propagate import report_failure
 from ..distributed.progress import with_progress
 from ..checkpoint.file import read_metadata
-from ..distributed.collectives import _tell, agree, rank, propagate_failure, run_on_main, print_on_main, world_size
+from ..distributed import agree, rank, propagate_failure, run_on_main, print_on_main, world_size
 from ..training.process_group import process_group
 from ..training.loading import load_everywhere
 from ..checkpoint.store import Store
 from ..timeline import straggler_summary
-from ..distributed.wire import REDUCTIONS
+from ..distributed.reductions import NUMERIC
 from ..checkpoint.state import model_state, to_builtin, size_of
 
 __all__ = [
@@ -60,7 +61,7 @@ def _failed(exception, handled):
     error = exception or (sys.exc_info()[1] if _handled() != handled else None)
     if not error:
         return False
-    cause = _tell(error, None)
+    cause = report_failure(error)
     if cause is not None:
         raise cause from error  # a network error on a rank that was left alone
     return True
@@ -77,9 +78,9 @@ class DDPTrackerCallback(TrackerCallback):
         reduce='mean',  # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'
         **kwargs,  # for the stock class
     ):
-        if reduce not in REDUCTIONS:
+        if reduce not in NUMERIC:
             raise ValueError(
-                f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, REDUCTIONS))}.'
+                f'{type(self).__name__}(reduce={reduce!r}): choose one of {", ".join(map(repr, NUMERIC))}.'
             )
         super().__init__(learn, monitor=monitor, mode=mode, **kwargs)
         self.reduce, self._training, self._before, self._resumed = reduce, False, None, None

@@ -11,7 +11,7 @@ from fastai.callback import CallbackHandler
 from fastai.callbacks.general_sched import GeneralScheduler
 from fastai.callbacks.one_cycle import OneCycleScheduler
 
-from ..distributed.collectives import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
+from ..distributed import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
 from .callbacks import DDPTrackerCallback, _handled, _is_fit
 from ..training.random_state import random_state, restore_random
 from ..training.resume_files import EarlierFits, ResumeFiles, load, callback_keys, is_stateful, progress

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fastai.distributed import DistributedDL
 
-from ..distributed.collectives import rank, world_size
+from ..distributed import rank, world_size
 from .loader_state import restore_own
 
 __all__ = ['Stage', 'left', 'train_on_rest']

@@ -10,7 +10,7 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.torch_core import to_device
 from torch.nn.parallel import DistributedDataParallel
 
-from ..distributed.collectives import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
+from ..distributed import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
 from ..errors import CheckpointError, Preempted
 from ..training.preemption import SignalWatch
 from ..training.resume_files import EarlierFits, ResumeFiles, load, progress
@@ -347,7 +347,8 @@ class DDPResumeCallback(FitCallback):
             'opt': to_builtin(self.learn.opt.state_dict()),
             'training': training,
         }
-        others = [t for o in self.learn.cbs if isinstance(w := vars(o).get('_writer'), Writer) for t in w.under_way]
+        savers = [vars(cb)['_saver'] for cb in self.learn.cbs if vars(cb).get('_saver')]
+        others = [thread for saver in savers for thread in saver.writer.under_way]
 
         def write_last(state):  # killed in between, the fit would go on after an epoch whose best was never written
             for o in others:

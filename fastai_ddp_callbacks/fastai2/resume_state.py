@@ -8,7 +8,7 @@ from fastai.basics import L
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 
-from ..distributed.collectives import print_on_main
+from ..distributed import print_on_main
 from ..training.resume_files import callback_keys, is_stateful
 from ..checkpoint.state import to_builtin
 from .loader_state import loaders

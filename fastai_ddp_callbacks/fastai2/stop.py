@@ -1,7 +1,7 @@
-"""fastai 2: ways to end training that all ranks go at the same batch.
+"""fastai 2: ways to end training that all ranks take at the same batch.
 
-What a rank sees in one batch, all ranks know in the next: the ranks tell each other in the background, and nobody waits.
-It costs one small message to each other rank per batch, which is under way while the next batch is computed."""
+What a rank sees in one batch, all ranks know in the next: the exchange runs in the background, and no rank waits. It
+costs one small message to each other rank per batch, which is under way while the next batch is computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..distributed.batch_flag import BatchFlag
-from ..distributed.collectives import broadcast, print_on_main, world_size
+from ..distributed import broadcast, print_on_main, world_size
 from .fit import Fit, FitCallback
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']
@@ -23,6 +23,7 @@ class _StopTogether(FitCallback):
 
     def begin(self, fit: Fit) -> None:
         self._flag = BatchFlag(self.name)
+        self._flag.open()
 
     def after_batch(self):
         "Report whether to stop, and learn who wanted to in the batch before."
@@ -32,17 +33,17 @@ class _StopTogether(FitCallback):
             raise CancelFitException()
 
     def after_fit(self):
-        "Leave nothing under way."
+        "Wait for the last exchange."
         ranks = self._flag.read()
         if ranks:
             self._explain(ranks)
 
 
 class DDPTerminateOnNaNCallback(_StopTogether, TerminateOnNaNCallback):
-    """A `TerminateOnNaNCallback` that stops all ranks at the same batch, whichever of them had a loss of NaN or infinity.
+    """A `TerminateOnNaNCallback` that stops all ranks at the same batch, whichever of them had a NaN or infinite loss.
 
-    With several ranks that is the batch after. The loss is looked at as stock does, so no device is waited for that stock
-    does not wait for."""
+    With several ranks that is the batch after. The loss is looked at as stock does, so no device is waited for that
+    stock does not wait for."""
 
     name = 'terminate_on_na_n'
 
@@ -55,10 +56,14 @@ class DDPTerminateOnNaNCallback(_StopTogether, TerminateOnNaNCallback):
 
 
 class DDPStopCallback(_StopTogether):
-    """Lets code on any rank ask for a stop: `learn.ddp_stop.ask('why')`. All ranks leave at the same batch, and whatever is
-    due at the end of training is done: the best model is loaded, `at_end` saves."""
+    """Lets code on any rank ask for a stop: `learn.ddp_stop.ask('why')`.
 
-    name, reason, _asked = 'ddp_stop', None, None  # `reason`: why the last fit was stopped, the same on all ranks
+    All ranks stop at the same batch, and whatever is due at the end of training is done: the best model is loaded,
+    `at_end` saves."""
+
+    name = 'ddp_stop'
+    reason: str | None = None  # why the last fit was stopped, the same on all ranks
+    _asked: str | None = None
 
     def begin(self, fit: Fit) -> None:
         super().begin(fit)
@@ -66,12 +71,12 @@ class DDPStopCallback(_StopTogether):
 
     def after_fit(self):
         super().after_fit()
-        self._asked = None  # of this fit, which is over
+        self._asked = None  # for this fit, which is over
 
     def ask(
         self,
-        reason='no reason given',  # for the message; str
-    ):
+        reason: str = 'no reason given',  # for the message
+    ) -> None:
         "Ask for a stop. Can be called at any time, from a callback, another thread or a signal handler."
         self._asked = str(reason)
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from ..distributed.progress import with_progress
 from ..distributed.tensors import broadcast_tensors
 from ..checkpoint.file import read_checkpoint, read_metadata
-from ..distributed.collectives import is_main_process, run_on_main, all_or_none
+from ..distributed import is_main_process, run_on_main, all_or_none
 from ..errors import CheckpointError, CorruptCheckpointError, UnequalWeightsError
 from ..checkpoint.state import (
     unwrap_model,

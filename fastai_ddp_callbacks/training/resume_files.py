@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..checkpoint.file import read_metadata, verify_checkpoint
-from ..distributed.collectives import print_on_main, world_size
+from ..distributed import print_on_main, world_size
 from ..distributed.progress import with_progress
 from ..errors import CheckpointError, MismatchedCheckpointError
 from .loading import load_everywhere
@@ -160,7 +160,7 @@ class ResumeFiles:
 
     def _delete(self, victims):
         for o in victims:
-            delete(o)
+            delete(o, self.store.disk)
 
 
 def _changed(path):

@@ -1,6 +1,4 @@
-"""What is not a file where we expect one: pipes, links, folders, sockets, devices.
-
-Nobody waits for them, follows or removes them."""
+"What is no file where we expect one: pipes, links, folders, devices. Nobody waits for them, follows or removes them."
 
 import json, os, pickle, random, re, socket, stat, warnings
 
@@ -241,6 +239,7 @@ def mutated(data, chance):
     return bytes(data)
 
 
+@pytest.mark.timeout(120 + MUTANTS // 5)
 def test_no_mutated_file_harms_who_verifies_lists_shows_or_loads_it(tmp_path, capsys):
     path = tmp_path / 'model.pth'
     state = {'model': {'w': torch.arange(6.0), 'b': torch.ones(2)}, 'opt': [{'lr': 0.1}]}

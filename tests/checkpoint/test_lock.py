@@ -492,7 +492,7 @@ class Midst(Callback):
 
     def after_epoch(self):
         self.learn.export('midst.pkl')
-        store = self.learn.save_model._store
+        store = self.learn.save_model._saver.store
         for o in (pickle.loads(pickle.dumps(store)), copy.deepcopy(store)):
             assert (o.files, o.best) == (store.files, store.best)
             o.release()  # a copy does not hold it
@@ -521,3 +521,25 @@ def test_a_learner_can_be_exported_while_it_holds_a_name_and_the_copy_does_not_h
     for o in ('midst.pkl', 'after.pkl'):
         loaded = load_learner(tmp_path / o)
         assert loaded.save_model.best_path == learn.save_model.best_path and names(tmp_path) == ['model.pth']
+
+
+@pytest.mark.parametrize('kind', ['pipe', 'dangling link'])
+def test_what_is_no_lock_in_its_place_is_told_on_all_ranks_at_once(tmp_path, file, kind):
+    os.mkfifo(file) if kind == 'pipe' else file.symlink_to('nowhere')
+
+    def scenario():
+        start = time.monotonic()
+        return outcome(fit, learner(tmp_path), DDPSaveModelCallback()), time.monotonic() - start
+
+    for r, (said, took) in enumerate(values(run(scenario, 2))):
+        assert said[0] == ('RankFailedError' if r else 'CheckpointWriteError') and str(file) in said[1] and took < 30
+    assert names(tmp_path) == [] and os.path.lexists(file)
+
+
+def test_a_folder_of_links_to_that_of_a_killed_run_which_has_ended_since_is_one_to_train_in(tmp_path, file):
+    file.symlink_to(tmp_path / 'gone/.model.lock')
+
+    def scenario():
+        return outcome(fit, learner(tmp_path), DDPSaveModelCallback())
+
+    assert values(run(scenario, 2)) == [None, None] and names(tmp_path) == ['model.pth']

@@ -13,6 +13,7 @@ from syscalls import can_fail, failing
 pytestmark = pytest.mark.skipif(not can_fail(), reason='calls are made to fail on x86_64 only')
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EINTR, None]  # None: a part is written
+SOME = ERRORS if os.environ.get('EXHAUSTIVE') else [errno.ENOSPC, errno.EINTR, None]
 OLD, NEW = {'a': torch.zeros(40_000)}, {'a': torch.ones(40_000)}
 
 
@@ -92,7 +93,7 @@ def test_a_save_over_an_earlier_one(tmp_path, error):
         assert {'openat', 'writev', 'fsync', 'rename', 'fchmod'} <= calls
 
 
-@pytest.mark.parametrize('error', ERRORS, ids=lambda e: errno.errorcode.get(e, 'part'))
+@pytest.mark.parametrize('error', SOME, ids=lambda e: errno.errorcode.get(e, 'part'))
 @pytest.mark.parametrize('links', [True, False], ids=['hard links', 'copies'])
 def test_a_save_with_a_second_name(tmp_path, error, links):
     def no_links(*args, **kwargs):
@@ -125,7 +126,7 @@ def test_a_save_with_a_second_name(tmp_path, error, links):
             assert last == 1.0 or any('cannot have its second name' in w and 'o/last.pth' in w for w in warned)
 
 
-@pytest.mark.parametrize('error', ERRORS, ids=lambda e: errno.errorcode.get(e, 'part'))
+@pytest.mark.parametrize('error', SOME, ids=lambda e: errno.errorcode.get(e, 'part'))
 def test_a_deletion_by_retention(tmp_path, error):
     def save(store, epoch, value):
         saved = store.write(OLD, store.place(dict(epoch=epoch)), dict(epoch=epoch, value=value))
@@ -152,7 +153,7 @@ def test_a_deletion_by_retention(tmp_path, error):
             assert set(found) == {'m-0.pth', 'm-2.pth'} or is_swept_later(call), call
 
 
-@pytest.mark.parametrize('error', ERRORS, ids=lambda e: errno.errorcode.get(e, 'part'))
+@pytest.mark.parametrize('error', SOME, ids=lambda e: errno.errorcode.get(e, 'part'))
 @pytest.mark.parametrize('before', ['nothing', 'a dead run'])
 def test_a_lock(tmp_path, error, before):
     def prepare(folder):
@@ -169,9 +170,10 @@ def test_a_lock(tmp_path, error, before):
         lock.release()
 
     for folder, call, error, raised, warned in each_call_fails(tmp_path, prepare, act, [error]):
-        if raised is not None:
-            assert raised[:2] == ('CheckpointWriteError', error), (call, raised)
-            assert '.m.lock' in raised[2], (call, raised)
+        assert raised is None or raised[:2] == ('CheckpointWriteError', error) and '.m.lock' in raised[2], (
+            call,
+            raised,
+        )
         again = Lock(folder / '.m.lock')
         again.acquire()  # whatever is left over is in nobody's way
         again.release()

@@ -384,7 +384,7 @@ def test_all_is_as_in_the_foreground_and_every_path_that_is_named_is_durable(tmp
         learn, cb = learner(folder), DDPSaveModelCallback(background=background, **settings)
         with disk(0.05 if background else 0):
             fit(learn, cb, UP_AND_DOWN, *(At(o, check, n) for n in (-100, 99) for o in EVENTS))
-        assert checked and not cb._writer.busy and not tensors_of(cb._writer._copies)
+        assert checked and not cb._saver.writer.busy and not tensors_of(cb._saver.writer._copies)
         results.append((digest(learn.model), told(cb), all_in(folder)))
     assert results[0][:2] == results[1][:2] and same(*({k: list(v) for k, v in o[2].items()} for o in results))
 
@@ -550,7 +550,7 @@ class Full(Callback):
         self._limit(60_000 if self.epoch in self.epochs else resource.RLIM_INFINITY)
 
     def before_validate(self):
-        self.save_model._writer.join()
+        self.save_model._saver.writer.join()
         self._limit(resource.RLIM_INFINITY)
 
     def _limit(self, size):
@@ -689,13 +689,36 @@ def test_lr_find_validate_get_preds_and_export_do_not_mind_a_busy_writer(tmp_pat
     learn, free = Learner(dls, nn.Linear(1, 1), nn.MSELoss(), path=tmp_path, cbs=saver()), threading.Event()
     with disk(lambda: free.wait(20)):
         raised(learn.fit, 2, 1e-5, None, Boom(0))
-        writer = learn.save_model._writer
+        writer = learn.save_model._saver.writer
         learn.validate()
         learn.get_preds()
         learn.lr_find(show_plot=False, num_it=3)
         learn.export('learner.pkl')
-        assert learn.save_model._writer is writer and not writer.done
+        assert learn.save_model._saver.writer is writer and not writer.done
         free.set()
         learn.fit(1, 1e-5)
     loaded = load_learner(tmp_path / 'learner.pkl')
-    assert not loaded.save_model._writer.busy and loaded.save_model.background and files(tmp_path)['model.pth'] == 0
+    assert (
+        not loaded.save_model._saver.writer.busy and loaded.save_model.background and files(tmp_path)['model.pth'] == 0
+    )
+
+
+def test_what_went_wrong_is_told_even_if_nobody_asks(tmp_path):
+    (tmp_path / 'file').touch()
+    writer = Writer()
+    writer.start(lambda o: write_checkpoint(o, tmp_path / 'file' / 'a'), {'a': torch.ones(1)})
+    writer.join()
+    with pytest.warns(UserWarning, match='in the background has failed.*file/a could not be written'):
+        del writer
+
+
+@pytest.mark.parametrize('ask', [lambda o: o.error, lambda o: raised(o.wait), lambda o: raised(o.check)])
+def test_what_somebody_has_asked_for_is_told_once(tmp_path, ask):
+    (tmp_path / 'file').touch()
+    writer = Writer()
+    writer.start(lambda o: write_checkpoint(o, tmp_path / 'file' / 'a'), {'a': torch.ones(1)})
+    writer.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert ask(writer)
+        del writer

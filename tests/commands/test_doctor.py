@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from fastai_ddp_callbacks import cli
-from fastai_ddp_callbacks.commands import diagnosis, doctor
-from fastai_ddp_callbacks.commands.diagnosis import judge, look_at_variables
+from fastai_ddp_callbacks.commands import doctor, facts as own
+from fastai_ddp_callbacks.commands.diagnosis import judge
+from fastai_ddp_callbacks.commands.findings import Finding
+from fastai_ddp_callbacks.commands.launcher_variables import look_at_variables
 from ranks import run, values
 
 CHECKS = ['launcher', 'ranks', 'backend', 'devices', 'gloo', 'clock', 'disk', 'space', 'versions']
@@ -103,19 +105,20 @@ def test_a_rank_that_does_not_come_is_named_by_all_others(tmp_path):
     (status, report), other, _ = values(run(scenario, 3, group=False))
     assert status == 1 and other == (1, None)
     assert (
-        of(report, 'ranks') == ('problem', 'rank 2 did not come in 2 s, or went.') and of(report, 'gloo')[0] == 'note'
+        of(report, 'ranks') == ('problem', 'rank 2 did not answer within 2 s, or left.')
+        and of(report, 'gloo')[0] == 'note'
     )
 
 
 def test_variables_of_a_group_left_over_in_a_shell_end_in_a_named_rank_and_not_in_a_hang(tmp_path):
     ((status, report),) = asked(tmp_path, 1, '--timeout', 1, env=lambda r: dict(WORLD_SIZE=2, LOCAL_WORLD_SIZE=2))
-    assert status == 1 and of(report, 'ranks')[1] == 'rank 1 did not come in 1 s, or went.'
+    assert status == 1 and of(report, 'ranks')[1] == 'rank 1 did not answer within 1 s, or left.'
     assert any('unset them' in o['advice'] for o in report['checks'])
 
 
 def test_a_rank_that_cannot_reach_the_store_says_so_itself(tmp_path):
     (a, first), (b, second) = asked(tmp_path, 2, '--timeout', 2, env=lambda r: dict(MASTER_PORT=1) if r else {})
-    assert a == b == 1 and of(first, 'ranks')[1] == 'rank 1 did not come in 2 s, or went.'
+    assert a == b == 1 and of(first, 'ranks')[1] == 'rank 1 did not answer within 2 s, or left.'
     assert of(second, 'ranks')[1].startswith('The store at 127.0.0.1:1 cannot be reached') and list(
         second['ranks']
     ) == ['1']
@@ -134,7 +137,7 @@ def test_something_else_at_the_port_is_a_problem_once_the_time_is_over(tmp_path,
     )
     assert status == 1 and of(report, 'ranks') == (
         'problem',
-        f'Something else answers at 127.0.0.1:{silent}: it said nothing that a store of torch says, in 1 s.',
+        f'Something else answers at 127.0.0.1:{silent}: no store of torch answered within 1 s.',
     )
     assert not list(tmp_path.iterdir())
 
@@ -154,7 +157,7 @@ def test_whoever_waits_for_the_store_can_be_told_to_end(tmp_path, silent, number
 def test_when_rank_0_dies_with_the_store_the_others_report(tmp_path):
     def scenario():
         if os.environ['RANK'] == '0':
-            doctor._look_for = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            own._look_for = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         return ask('--folder', tmp_path, '--timeout', 10)
 
     dead, *others = run(scenario, 3, group=False)
@@ -167,7 +170,7 @@ def test_two_processes_of_one_rank_are_told_apart(tmp_path):
     first, *both = asked(tmp_path, 3, '--timeout', 2, env=lambda r: dict(RANK=1) if r else {})
     assert first[0] == 1 and [(o['verdict'], o['text']) for o in first[1]['checks'] if o['check'] == 'ranks'] == [
         ('problem', 'Several processes take themselves for rank 1.'),
-        ('problem', 'rank 2 did not come in 2 s, or went.'),
+        ('problem', 'rank 2 did not answer within 2 s, or left.'),
     ]
     assert [o for o, _ in both] == [1, 1]
     ((second,),) = [[report for _, report in both if report]]
@@ -235,9 +238,7 @@ def test_a_rank_that_gloo_cannot_use_is_named_with_the_cause(tmp_path):
 def test_a_clock_that_is_off_is_told_by_rank(tmp_path, seconds, verdict):
     def before(rank):
         if rank == 1:
-            doctor.time = SimpleNamespace(
-                time=lambda: time.time() + seconds, monotonic=time.monotonic, sleep=time.sleep
-            )
+            own.time = SimpleNamespace(time=lambda: time.time() + seconds, monotonic=time.monotonic, sleep=time.sleep)
 
     (status, report), _ = asked(tmp_path, 2, before=before)
     assert of(report, 'clock')[0] == verdict and status == (verdict == 'problem')
@@ -263,7 +264,7 @@ def test_a_disk_that_shows_new_files_late_is_a_note(tmp_path):
     def before(rank):
         begin, exists = time.monotonic(), os.path.exists
         if rank:
-            doctor.os = SimpleNamespace(
+            own.os = SimpleNamespace(
                 **{
                     **vars(os),
                     'path': SimpleNamespace(
@@ -294,7 +295,7 @@ def test_a_folder_that_one_rank_does_not_have_is_a_problem(tmp_path):
 def test_versions_that_differ_are_a_problem_by_rank(tmp_path):
     def before(rank):
         if rank:
-            doctor._version = lambda name: '1.0' if name == 'torch' else None
+            own._version = lambda name: '1.0' if name == 'torch' else None
 
     (status, report), _ = asked(tmp_path, 2, before=before)
     lines = [o['text'] for o in report['checks'] if o['check'] == 'versions']
@@ -420,7 +421,7 @@ def test_every_verdict_but_ok_comes_with_what_to_do():
         disk_error=[None, 'full'],
         versions=[dict(torch='1', fastai=None)] * 2,
     )
-    for o in (*judge(spoilt, 3, lost='gone'), *judge(facts(), 3, [2])):
+    for o in (*judge(spoilt, 3, connection_error='gone'), *judge(facts(), 3, [2])):
         assert (o.verdict == 'ok') != bool(o.advice)
     assert {o.check for o in judge(spoilt, 3)} == set(CHECKS)
 
@@ -436,8 +437,6 @@ def test_wrong_usage_is_refused_with_status_2(args, capsys):
 
 
 def test_a_name_from_another_host_cannot_steer_the_terminal(capsys):
-    doctor._report(
-        {0: dict(doctor._facts('.'), host='a\x1b[2Jb')}, [diagnosis.Finding('ok', 'ranks', 'x\ny')], 0, False
-    )
+    doctor._report({0: dict(own.own_facts('.'), host='a\x1b[2Jb')}, [Finding('ok', 'ranks', 'x\ny')], 0, False)
     out = capsys.readouterr().out
     assert '\x1b' not in out and r'x\ny' in out

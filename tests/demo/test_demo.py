@@ -5,9 +5,10 @@ from pathlib import Path
 
 import psutil, pytest, torch
 
-from fastai_ddp_callbacks.demo import race as demo
-from fastai_ddp_callbacks import read_metadata
-from fastai_ddp_callbacks.demo.race import FAILED, LOADED, SAVED, judge
+from fastai_ddp_callbacks import demo, read_metadata
+from fastai_ddp_callbacks.demo.notes import FAILED, LOADED, SAVED
+from fastai_ddp_callbacks.demo.race import digest_of_file
+from fastai_ddp_callbacks.demo.verdict import judge
 
 
 def start(folder, *args, module='demo', **kwargs):
@@ -60,7 +61,7 @@ def test_every_rank_loads_after_rank_0_has_saved(three):
 
 def test_all_weights_are_those_of_the_file(three):
     folder, _, out, _ = three
-    saved = demo._digest_of_file(folder / 'models' / 'digits.pth')
+    saved = digest_of_file(folder / 'models' / 'digits.pth')
     assert re.findall(r'weights (?:of|in).* (\w{16})$', out, re.M) == 4 * [saved]
 
 
@@ -207,7 +208,7 @@ def test_a_failed_rank_and_a_silent_one_break_the_verdict():
 def test_a_file_cut_short_breaks_the_verdict(tmp_path):
     torch.save({'w': torch.ones(1000)}, tmp_path / 'cut.pth')
     (tmp_path / 'cut.pth').write_bytes((tmp_path / 'cut.pth').read_bytes()[:2000])
-    digest = demo._digest_of_file(tmp_path / 'cut.pth')
+    digest = digest_of_file(tmp_path / 'cut.pth')
     assert digest.startswith('unreadable') and len(judge(notes(*GOOD), 2, digest)[0]) == 2
 
 

@@ -25,6 +25,7 @@ from fastai_ddp_callbacks import (
     get_timeout,
     is_local_main_process,
     is_main_process,
+    main_process_first,
     main_process_only,
     no_collectives,
     once_per_node,
@@ -36,7 +37,8 @@ from fastai_ddp_callbacks import (
     all_or_none,
     world_size,
 )
-from fastai_ddp_callbacks.distributed import control, collectives as distributed
+from fastai_ddp_callbacks.distributed import presence
+from fastai_ddp_callbacks.distributed.current import current_control
 import ranks
 from ranks import report, values
 
@@ -222,13 +224,13 @@ def healthy():
     )
 
 
-@pytest.fixture(scope='module', params=['no group', 'stray environment', 'group of one', 2, 3, 4], ids=str)
+@pytest.fixture(scope='module', params=['no group', 'environment of one', 'group of one', 2, 3, 4], ids=str)
 def told(request):
     "What each rank of a healthy run has to say."
     if request.param == 'no group':
         results = run(healthy, 1, group=False, env=lambda r: dict(RANK=None, WORLD_SIZE=None, LOCAL_RANK=None))
-    elif request.param == 'stray environment':
-        results = run(healthy, 1, group=False, env=lambda r: dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1))
+    elif request.param == 'environment of one':
+        results = run(healthy, 1, group=False, env=lambda r: dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0))
     else:
         results = run(healthy, 1 if request.param == 'group of one' else request.param)
     return values(results)
@@ -292,9 +294,20 @@ UTILITIES = dict(
     broadcast=(lambda: broadcast('x'), 'x'),
     all_gather=(lambda: all_gather('x'), ['x']),
     broadcast_tensors=(lambda: broadcast_tensors([torch.zeros(2)]), None),
-    run_on_main=(lambda: run_on_main(lambda: 'data'), 'data'),
-    run_once_per_node=(lambda: run_once_per_node(lambda: 'data'), 'data'),
-    main_process_only=(lambda: main_process_only(lambda: 'data')(), 'data'),
+)
+
+
+def first_and_then(ran):
+    with main_process_first('data'):
+        ran.append('data')
+
+
+FOR_ONE_RANK = dict(
+    run_on_main=lambda ran: run_on_main(ran.append, ['data']),
+    main_process_only=lambda ran: main_process_only(ran.append)('data'),
+    run_once_per_node=lambda ran: run_once_per_node(ran.append, ['data']),
+    once_per_node=lambda ran: once_per_node(ran.append)('data'),
+    main_process_first=first_and_then,
 )
 
 
@@ -320,15 +333,34 @@ def test_before_there_is_a_group_each_launched_process_is_alone_and_is_warned_on
         assert f'{name}(' in text and f'RANK={r} and WORLD_SIZE=2' in text and 'ddp_ctx' in text and here
 
 
-@pytest.mark.parametrize('me,n', [(None, None), (None, 2), (0, None), (0, 1)])
-def test_a_process_that_is_not_one_of_several_is_not_warned(me, n):
+@pytest.mark.parametrize('name', FOR_ONE_RANK)
+def test_before_there_is_a_group_what_is_for_one_rank_runs_on_none_and_says_what_to_write(name):
+    call = FOR_ONE_RANK[name]
+
     def scenario():
+        ran = []
+        refused = attempt(call, ran)
+        dist.init_process_group('gloo', init_method='env://', rank=int(os.environ['RANK']), world_size=2)
+        return str(refused), type(refused), list(ran), attempt(call, ran), all_gather(len(ran))
+
+    for r, (text, kind, ran, then, runs) in enumerate(values(run(scenario, 2, group=False))):
+        assert (kind, ran) == (DDPError, [])
+        for words in (f'{name}(', f'RANK={r} and WORLD_SIZE=2', 'init_process_group()', '`ddp_ctx(learn)`', 'unset'):
+            assert words in text
+        assert (then, runs[0]) == (None, 1)
+
+
+@pytest.mark.parametrize('me,n', [(None, None), (None, 2), (0, None), (0, 1)])
+def test_a_process_that_is_not_one_of_several_is_neither_warned_nor_refused(me, n):
+    def scenario():
+        ran = []
         with warnings.catch_warnings():
             warnings.simplefilter('error')
-            return [f() for f, _ in UTILITIES.values()]
+            [call(ran) for call in FOR_ONE_RANK.values()]
+            return [f() for f, _ in UTILITIES.values()], ran
 
     assert values(run(scenario, 1, group=False, env=lambda r: dict(RANK=me, WORLD_SIZE=n))) == [
-        [o for _, o in UTILITIES.values()]
+        ([o for _, o in UTILITIES.values()], ['data'] * len(FOR_ONE_RANK))
     ]
 
 
@@ -508,8 +540,8 @@ def test_a_rendezvous_is_one_collective_and_never_touches_the_store_or_the_defau
                 return getattr(self.store, name)
 
         barrier('the first one makes the group')
-        own = distributed._get_control()
-        own.store = Watched(own.store)
+        own = current_control()
+        own.presence.store = own.board.store = Watched(own.store)
         sequence = dist.group.WORLD._get_backend(torch.device('cpu'))._get_sequence_number_for_group
         before, counts, looks = sequence(), {}, {}
         for label, call in dict(
@@ -840,7 +872,7 @@ def test_the_shortest_time_limit_ends_the_wait_of_all():
 
 def test_a_rank_that_comes_after_the_very_first_rendezvous_was_given_up_hears_of_it_at_once():
     def scenario():
-        distributed._get_control(), gather('connected')  # which may take long where names are looked up
+        current_control(), gather('connected')  # which may take long where names are looked up
         if rank() == 2:
             hear('given up')
         start = time.monotonic()
@@ -1083,14 +1115,14 @@ def test_the_last_barrier_of_a_script_is_passed_by_a_late_rank_though_rank_0_exi
         if rank() == 0:
             barrier('end')
             os._exit(0)
-        own = distributed._get_control()
+        own = current_control()
 
         class Slow:
             def __getattr__(self, name, store=own.store):
                 time.sleep(0.5)
                 return getattr(store, name)
 
-        own.store = Slow()
+        own.presence.store = own.board.store = Slow()
         time.sleep(0.3)
         return attempt(barrier, 'end')
 
@@ -1245,7 +1277,7 @@ def test_a_wait_that_was_given_up_is_an_error_of_ours_on_all_even_if_rank_0_is_g
 @pytest.mark.parametrize('late', [False, True], ids=['all others waiting', 'one still to come'])
 def test_a_rank_killed_in_the_very_first_rendezvous_is_reported_dead_in_seconds(late):
     def scenario():
-        distributed._get_control(), gather('connected')
+        current_control(), gather('connected')
         if rank() == 1:
             threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if rank() == 2:
@@ -1414,9 +1446,9 @@ def test_a_group_that_is_gone_while_ranks_are_set_leaves_one_process():
         gather('end')
         dist.destroy_process_group()
         barrier('alone')
-        return rank(), world_size(), agree(7), broadcast('y'), run_on_main(lambda: 'z')
+        return rank(), world_size(), agree(7), broadcast('y'), type(attempt(run_on_main, lambda: 'on both'))
 
-    assert values(run(scenario, 2)) == [(0, 1, 7, 'y', 'z')] * 2
+    assert values(run(scenario, 2)) == [(0, 1, 7, 'y', DDPError)] * 2
 
 
 def test_two_threads_of_a_rank_cannot_meet_at_once_and_the_first_one_is_not_harmed():
@@ -1490,7 +1522,7 @@ def test_without_gloo_the_default_group_is_used_and_says_when_it_is_of_no_use_an
         dist.is_gloo_available = lambda: False
         barrier('x')
         healthy = agree(rank(), 'max'), broadcast('y' * 1000, src=1), run_on_main(lambda: {'z': 1})
-        used = distributed._get_control().group is dist.group.WORLD
+        used = current_control().generation.group is dist.group.WORLD
         mismatch = attempt(barrier, 'a' if rank() else 'b')
         boom = attempt(failing) if rank() == 0 else attempt(barrier, 'waiting')
         after = attempt(barrier, 'broken now')
@@ -1535,7 +1567,7 @@ def test_each_node_has_one_rank_that_fetches_and_all_have_one_that_writes(told_b
 
     def scenario():
         if told_by != 'the launcher':
-            control.host = lambda: f'node {node[rank()]}'  # else its LOCAL_RANK alone tells the nodes apart
+            presence.host = lambda: f'node {node[rank()]}'  # else its LOCAL_RANK alone tells the nodes apart
         return two_nodes()
 
     local = {'the hosts': [None] * 4}.get(told_by, [0, 0, 1, 1] if in_turn else [0, 1, 0, 1])

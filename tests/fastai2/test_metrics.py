@@ -8,7 +8,7 @@ from fastai.data.load import DataLoader
 from fastai.metrics import F1Score, accuracy
 from torch.utils.data import TensorDataset
 
-from fastai_ddp_callbacks.distributed import control
+from fastai_ddp_callbacks.distributed.lookout import Lookout
 from fastai_ddp_callbacks import ddp_ctx, rank
 from learners import Trace
 from ranks import report, run, values
@@ -121,18 +121,21 @@ def test_a_rank_that_begins_an_epoch_or_its_validation_late_is_seen_where_the_or
 
     results = run(scenario, 2)
     table = values(results)[0]
-    assert [o.split(', ')[0] for o in table.name] == ["broadcast('order of samples'"] * 2 + [
-        "all_gather('averages of epoch 0')"
+    assert [o.split(', ')[0] for o in table.name] == [
+        "all_gather('sizes of the data')",
+        "broadcast('order of training samples in epoch 0'",
+        "broadcast('order of validation samples in epoch 0'",
+        "all_gather('averages of epoch 0')",
     ]
-    assert list(table.index[table['rank 0'] > 1]) == [event == 'before_validate']
+    assert list(table.index[table['rank 0'] > 1]) == [1 + (event == 'before_validate')]
     assert 'rank 1 cost the other 1.' in results[0].output
 
 
 def test_a_rank_that_is_slow_to_leave_the_rendezvous_sees_for_itself_that_metrics_differ(tmp_path):
     def scenario():
         if rank() == 0:
-            look = control.Control._look
-            control.Control._look = lambda self, *args, **kwargs: (time.sleep(0.2), look(self, *args, **kwargs))[1]
+            look = Lookout.check_for_failure
+            Lookout.check_for_failure = lambda self, wait: (time.sleep(0.2), look(self, wait))[1]
 
         class Late(Callback):
             def after_batch(self):

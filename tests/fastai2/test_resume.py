@@ -451,13 +451,13 @@ def test_a_fit_that_raises_leaves_nothing_behind_and_can_be_made_again(tmp_path,
 def test_a_fit_that_raises_while_the_saver_writes_in_the_background_leaves_sigterm_its_meaning(tmp_path):
     def scenario():
         sv = DDPSaveModelCallback(background=True)
-        written = sv._writer._run
+        written = sv._saver.writer._run
 
         def slow(*args):
             time.sleep(0.5)
             written(*args)
 
-        sv._writer._run = slow
+        sv._saver.writer._run = slow
         try:
             learner(tmp_path).fit(2, 0.1, cbs=[DDPResumeCallback(), sv, Raises(0)])
         except KeyError:

@@ -42,14 +42,14 @@ class Slow(Callback):
         self.at = at
 
     def before_fit(self):
-        written = self.save_model._writer._run
+        written = self.save_model._saver.writer._run
 
         def slow(*args):
             if self.learn.epoch == self.at:
                 time.sleep(1)
             written(*args)
 
-        self.save_model._writer._run = slow
+        self.save_model._saver.writer._run = slow
 
 
 class DiesWith(Callback):

@@ -17,7 +17,7 @@ from fastai_ddp_callbacks import (
     verify_checkpoint,
 )
 from fastai_ddp_callbacks.training import loading
-from learners import OF_AN_EPOCH, Observed, Records, Trace, digest, learner
+from learners import OF_A_FIT, OF_AN_EPOCH, Observed, Records, Trace, digest, learner
 from ranks import run, values
 
 BEST_LAST = [3.0, 2.0, 1.0]
@@ -210,12 +210,12 @@ def test_the_collectives_are_equal_on_all_ranks_and_two_per_saved_epoch_one_per_
     assert a == b == c
     epochs = [o.split() for o in a.split('epoch')]
     assert [len([x for x in o if x != 'batch']) for o in epochs] == [
-        1 + 2 + OF_AN_EPOCH,
+        1 + 2 + OF_A_FIT + OF_AN_EPOCH,
         1 + OF_AN_EPOCH,
         2 + OF_AN_EPOCH,
         1 + OF_AN_EPOCH,
         2,
-    ]  # one before the first batch; the last two: end of fit
+    ]  # one of ours before the first batch; the last two: end of fit
     for o in epochs[:-1]:
         assert (
             o[o.index('batch') :][:3] == ['batch', 'alltoall_base', 'batch']
@@ -264,7 +264,7 @@ def test_a_rank_that_cannot_write_makes_all_ranks_raise_at_once(tmp_path):
     def scenario():
         class Full(DDPSaveModelCallback):
             def _write(self, *args):
-                self._store.folder = Path('/proc/nowhere')
+                self._saver.store.folder = Path('/proc/nowhere')
                 return super()._write(*args)
 
         learn, start = learner(tmp_path), time.monotonic()

@@ -1,6 +1,6 @@
 "All ranks leave at the same batch."
 
-import pytest
+import pytest, torch
 from fastai.basics import Callback
 from fastai.callback.schedule import lr_find  # noqa: F401 (patches Learner)
 from fastai.callback.tracker import TerminateOnNaNCallback
@@ -13,7 +13,7 @@ from fastai_ddp_callbacks import (
     ddp_ctx,
     rank,
 )
-from learners import OF_AN_EPOCH, Records, Trace, digest, learner
+from learners import OF_A_FIT, OF_AN_EPOCH, Records, Trace, digest, learner
 from ranks import report, run, values
 
 
@@ -76,7 +76,9 @@ def test_one_collective_per_batch_and_none_of_them_waited_for_in_its_batch(tmp_p
                 learn.fit(5, 1e-3, cbs=DDPTerminateOnNaNCallback())
         return len(t.calls)
 
-    assert values(run(scenario, 2)) == [10 + 1 + 5 * OF_AN_EPOCH] * 2  # and one to begin with: the flag begins anew
+    assert (
+        values(run(scenario, 2)) == [10 + 1 + OF_A_FIT + 5 * OF_AN_EPOCH] * 2
+    )  # and one to begin with: the flag begins anew
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
@@ -146,4 +148,25 @@ def test_lr_find_gives_every_rank_its_weights_back_and_the_same_suggestion(tmp_p
         )
 
     a, b = values(run(scenario, 2))
-    assert a == b and a[0] and a[2] == 11 * 2 and a[3] == ['model.pth']  # it cancels each validation before it begins
+    # the order of each epoch's training, and averages of validations that are cancelled before they begin
+    assert a == b and a[0] and a[2] == OF_A_FIT + 11 * 2 and a[3] == ['model.pth']
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize('bad', [float('nan'), float('inf'), 1.0])
+def test_a_loss_of_any_precision_is_looked_at_as_stock_does(tmp_path, dtype, bad):
+    class Lossy(BadLoss):
+        def after_loss(self):
+            super().after_loss()
+            self.learn.loss = self.learn.loss.to(dtype)
+
+    class Float(Callback):
+        def after_batch(self):
+            self.learn.loss = self.learn.loss.float()  # the Recorder has no other
+
+    def batches(cls):
+        learn, count = learner(tmp_path), Count()
+        learn.fit(2, 1e-3, cbs=[cls(), Lossy(3, bad, 0), Float(), count])
+        return count.n
+
+    assert batches(TerminateOnNaNCallback) == batches(DDPTerminateOnNaNCallback)

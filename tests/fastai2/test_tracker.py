@@ -15,7 +15,7 @@ from fastai_ddp_callbacks import (
     DDPTrackerCallback,
     ddp_ctx,
 )
-from learners import OF_AN_EPOCH, Records, Trace, digest, learner
+from learners import OF_A_FIT, OF_AN_EPOCH, Records, Trace, digest, learner
 from ranks import run, values
 
 
@@ -129,9 +129,9 @@ def test_three_trackers_of_one_column_cost_one_collective(tmp_path):
         return ' '.join(t.calls).split('epoch')
 
     a, b = values(run(scenario, 2))
-    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [1, 1, 1] and not a[-1]
+    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [OF_A_FIT + 1, 1, 1] and not a[-1]
     a, b = values(run(scenario, 2, DDPTrackerCallback('train_loss')))
-    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [2, 2, 2] and not a[-1]
+    assert a == b and [len(o.split()) - OF_AN_EPOCH for o in a[:-1]] == [OF_A_FIT + 2, 2, 2] and not a[-1]
 
 
 def test_one_line_of_message_on_rank_0_only(tmp_path):
@@ -298,8 +298,10 @@ def test_the_column_is_found_by_its_name_in_every_epoch(tmp_path, train_metrics)
     seen = []
 
     class Spy(DDPTrackerCallback):
-        def _decide(self, val):
-            seen.append((val, float(self.recorder.metrics[0].value)))  # the metric holds what it had in validation
+        def _decide(self, verdict):
+            seen.append(
+                (verdict.value, float(self.recorder.metrics[0].value))
+            )  # the metric holds what it had in validation
 
     learn.fit(3, 0.01, cbs=[Spy('valid_mae' if train_metrics else 'mae', comp=np.less), NoTraining()])
     assert len(seen) == 3 and all(a == pytest.approx(b) for a, b in seen)

@@ -400,7 +400,7 @@ def test_saved_in_ddp_from_a_compiled_model_it_loads_plainly_and_the_other_way_r
         )
         same = digest(plain.model) == digest(learn.model)
         fit(plain, cb := DDPSaveModelCallback(fname='plain'))
-        load_everywhere(learn.model, str(cb.best_path), cb._store.best.checksum)
+        load_everywhere(learn.model, str(cb.best_path), cb._saver.store.best.checksum)
         return same, digest(plain.model) == digest(learn.model)
 
     assert values(run(scenario, 2, timeout=100)) == [(True, True)] * 2
