@@ -36,9 +36,8 @@ def departures_explained() -> Iterator[None]:
             raise
         for rank, what in _departed().items():
             text = f'rank {rank} {what}, and this rank went on training.'
-            advice = 'Let all ranks cancel at the same batch: `DDPStopCallback` does, whichever rank asks for it.'
             raise RankFailedError(
-                f'{text} {advice}',
+                f'{text} Let all ranks cancel at the same batch: `DDPStopCallback` does, whichever rank asks for it.',
                 rank=rank,
                 place=what,
                 error_type='CancelFitException',

@@ -163,7 +163,7 @@ def message_of(node):
     if isinstance(node, ast.Raise):
         call = node.exc
     elif isinstance(node, ast.Call) and (
-        ast.unparse(node).endswith('warn=True)') or ast.unparse(node.func) == 'warnings.warn'
+        ast.unparse(node).endswith('warn=True)') or ast.unparse(node.func) in ('warnings.warn', 'warn_user')
     ):
         call = node
     else:
