@@ -1,4 +1,4 @@
-"Which process this is, in words that another one can read, and whether a process still lives."
+"Which process this is, in words that another one can read, and whether a process is still running."
 
 from __future__ import annotations
 import hashlib, os, socket
@@ -19,6 +19,9 @@ def start_time(
     pid: int,  # of a process on this host
 ) -> int | None:  # what tells it from later ones of the same number (0: cannot be told); None if it is gone or a zombie
     "The start time of a process, as far as it lives."
+    # In ticks since the machine was booted, which nothing changes. psutil's `create_time()` adds the time of the boot
+    # by the wall clock, which moves when the clock is set: a live process would be taken for another one, and its
+    # lock or its rank for a dead one's.
     try:
         with open(f'/proc/{pid}/stat') as f:
             fields = f.read().rpartition(')')[2].split()
@@ -38,7 +41,7 @@ def start_time(
 
 def is_same_process(
     pid: int,  # of a process on this host
-    start: int,  # its start time, as `alive` gave it
+    start: int,  # its start time, as `start_time` gave it
 ) -> bool:
     "Whether it is still that process."
     return start_time(pid) in (start, 0)

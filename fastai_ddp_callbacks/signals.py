@@ -14,7 +14,9 @@ __all__ = ['handle']
 
 def handle(
     number: int,  # the signal
-    react: Callable[[int, FrameType | None, Any], bool],  # gets the earlier handler too; True if nobody else is to react
+    react: Callable[
+        [int, FrameType | None, Any], bool
+    ],  # gets the earlier handler too; True if nobody else is to react
 ) -> Callable[[], None]:
     """Call `react` at each such signal, until the function that is returned is called. Does nothing outside of the main
     thread, and where the handler is not one of Python's, which could not be given back."""
@@ -67,4 +69,6 @@ class _Stack:
         if self.reactions or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(self.number) == self.dispatch:
-            signal.signal(self.number, self.earlier)  # else whoever is on top of us calls us, and we call the earlier one
+            signal.signal(
+                self.number, self.earlier
+            )  # else whoever is on top of us calls us, and we call the earlier one

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import CheckpointInUseError
 from ..process import is_same_process
 from .atomic import temporary_beside, write_error
-from .lock_file import BUSY, OpenedLock, Owner, create, link
+from .lock_file import BUSY, OpenedLock, Owner, create, link, swept_runs
 
 __all__ = ['Lock']
 
@@ -121,6 +121,8 @@ class Lock:
                 )
             time.sleep(_POLL)
             end = time.monotonic() + BUSY
+        # one of another name in this fit may have swept the lock of the same killed run
+        self.killed_run = swept_runs.pop(str(self.path), None)
 
     def _in_use(self, owner):
         return CheckpointInUseError(

@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 from ..process import host, is_same_process, start_time
 
-__all__ = ['Owner', 'OpenedLock', 'create', 'link', 'remove_dead_locks']
+__all__ = ['Owner', 'OpenedLock', 'create', 'link', 'remove_dead_locks', 'swept_runs']
 
 BUSY = 5.0  # seconds for which others may be at work on one lock
+swept_runs: dict[
+    str, str
+] = {}  # of killed owners, by the lock that was removed: another lock of this process asks for it
 _LARGEST = 1 << 16  # bytes; what is larger is no lock of ours
 
 
@@ -179,3 +182,5 @@ def _remove_if_dead(path, now, age):
             dead = now - found.mtime > age
         if dead:
             path.unlink()
+            if isinstance(owner.run, str):
+                swept_runs[str(path)] = owner.run

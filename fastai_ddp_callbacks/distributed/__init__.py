@@ -1,7 +1,7 @@
 """Barriers that have a name, carry an outcome and end; code for one rank only; one value out of one per rank.
 
-Needs torch, not fastai. Ranks are those of the default process group; without one, or in a group of one, everything here
-has its single-process meaning and costs next to nothing."""
+Needs torch, not fastai. Ranks are those of the default process group; without one, or in a group of one, everything
+here has its single-process meaning and costs next to nothing."""
 
 from .collectives import agree, all_gather, all_or_none, barrier, broadcast, together
 from .nodes import is_local_main_process

@@ -46,8 +46,8 @@ class _Line:
 class BatchFlag:
     """A flag that any rank may raise in a batch, and that all ranks then see in the same batch: the next one.
 
-    One object per fit. Every rank calls `open` before the first batch, `exchange` once per batch, and `read` when no batch
-    follows, so that nothing is under way when the fit ends. In one process the answer comes at once."""
+    One object per fit. Every rank calls `open` before the first batch, `exchange` once per batch, and `read` when no
+    batch follows, so that nothing is under way when the fit ends. In one process the answer comes at once."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class BatchFlag:
         return BatchFlag, (self.name,)
 
     def open(self) -> None:
-        """Make the connections, at a rendezvous. Before the first batch, so that a rank without this flag is found to be
-        elsewhere, and not waited for in the exchange of gradients. Raises what `barrier` raises."""
+        """Make the connections, at a rendezvous. Before the first batch, so that a rank without this flag is found to
+        be elsewhere, and not waited for in the exchange of gradients. Raises what `barrier` raises."""
         control = current_control()
         if control is not None and self._line is None:
             self._line = self._open(control)

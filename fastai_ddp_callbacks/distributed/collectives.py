@@ -1,4 +1,5 @@
-"What all ranks do together: meet, agree on a value, exchange objects. Each call is a rendezvous with a name and an end."
+"""What all ranks do together: meet, agree on a value, exchange objects. Each call is a rendezvous with a name and an
+end."""
 
 from __future__ import annotations
 import pickle
@@ -61,9 +62,9 @@ def agree(
 ):  # the same on every rank
     """Make one value out of one per rank, in one collective, which is a `barrier` too and raises what that raises.
 
-    Ranks without a value are left out; the result is None if all are. NaN on any rank gives NaN (`'main'` looks at rank 0
-    alone). If all ranks hold the same value, exactly that comes back. `TypeError` for a value that is no number,
-    `ValueError` for an unknown `how`; either makes the other ranks raise `RankFailedError`."""
+    Ranks without a value are left out; the result is None if all are. NaN on any rank gives NaN (`'main'` looks at
+    rank 0 alone). If all ranks hold the same value, exactly that comes back. `TypeError` for a value that is no
+    number, `ValueError` for an unknown `how`; either makes the other ranks raise `RankFailedError`."""
     meeting = Rendezvous(call_text('agree', name, f'how={how!r}'), timeout, name is not None)
     with meeting.collect() as outcome:
         if how not in REDUCTIONS:
@@ -89,8 +90,8 @@ def broadcast(
 ):  # `obj` of rank `src`; there it is `obj` itself
     """Give `obj` of rank `src` to every rank. A `barrier` too, which raises what that raises.
 
-    One collective for numbers and for what is small (480 bytes when pickled, up to 64 ranks), two for everything else. No
-    rank holds more than two copies of it, pickled or not. What cannot be pickled raises on every rank."""
+    One collective for numbers and for what is small (480 bytes when pickled, up to 64 ranks), two for everything else.
+    No rank holds more than two copies of it, pickled or not. What cannot be pickled raises on every rank."""
     meeting = Rendezvous(call_text('broadcast', name, f'src={src}'), timeout, name is not None)
     if meeting.skipped:
         return obj

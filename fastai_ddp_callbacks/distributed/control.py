@@ -180,8 +180,8 @@ class Control:
 
     @contextmanager
     def _waiting(self, place: Place, timeout: float, failure: BaseException | None = None) -> Iterator[Wait]:
-        """One wait at a time, in a group of all ranks; whatever ends it early is reported to the others. A rank that has
-        failed raises its own `failure`."""
+        """One wait at a time, in a group of all ranks; whatever ends it early is reported to the others. A rank that
+        has failed raises its own `failure`."""
         if not self._lock.acquire(blocking=False):
             raise DDPError(
                 f'{place} was called on rank {self.rank} while another of its threads waits in a rendezvous. '

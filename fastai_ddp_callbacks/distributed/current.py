@@ -24,7 +24,8 @@ def known_control() -> Control | None:
 def current_control(
     call: object = 'A rendezvous',  # what needs it, for the message
 ) -> Control | None:  # None where there is only one rank
-    "The `Control` of the default process group. `DDPError` in a forked process, `RankFailedError` if the store is gone."
+    """The `Control` of the default process group. `DDPError` in a forked process, `RankFailedError` if the store is
+    gone."""
     global _control
     if not has_group() or dist.get_world_size() == 1:
         _control = None
@@ -67,6 +68,7 @@ if hasattr(os, 'register_at_fork'):
 
 @atexit.register
 def _close():
-    "Close the group while its threads can still be joined: at the end of the interpreter it sometimes aborts the process."
+    """Close the group while its threads can still be joined: at the end of the interpreter it sometimes aborts the
+    process."""
     global _control
     _control = None

@@ -16,8 +16,8 @@ def keep_alive(
     group,  # of gloo, or None
     work: dist.Work | None,  # that may be under way in it
 ) -> None:
-    """Never destroy a group in which something is under way: its destructor waits for that, which may be for ever when a
-    rank has failed."""
+    """Never destroy a group in which something is under way: its destructor waits for that, which may be for ever when
+    a rank has failed."""
     if work is not None and not work.is_completed():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -73,8 +73,8 @@ class Generation:
         size: int,  # bytes for each rank, the same on all: blanks follow the data of those that have less
         timeout: float,  # seconds after which gloo gives up
     ) -> tuple[dist.Work, Callable[[], list[memoryview]]]:  # to be called when the work has ended: what each rank sent
-        """Send `data` to every rank. A message from each rank to each other has no chain of neighbours in it: whoever dies
-        is seen at once by all who wait."""
+        """Send `data` to every rank. A message from each rank to each other has no chain of neighbours in it: whoever
+        dies is seen at once by all who wait."""
         rows = torch.zeros(self.size, size, dtype=torch.uint8)
         rows.numpy()[:, : len(data)] = np.frombuffer(data, dtype=np.uint8)
         sent = rows.to(self.device)

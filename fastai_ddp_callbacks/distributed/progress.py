@@ -13,8 +13,8 @@ _DELAY = 2.0  # seconds without a bar
 
 
 class Progress:
-    """Shows how far something has come, once it has taken two seconds. Silent on other ranks than 0, and in other threads
-    than the main one, whose lines it would break. The bar goes when the `with` block ends."""
+    """Shows how far something has come, once it has taken two seconds. Silent on other ranks than 0, and in other
+    threads than the main one, whose lines it would break. The bar goes when the `with` block ends."""
 
     def __init__(
         self,

@@ -64,7 +64,9 @@ def report_failure(
         return None
 
 
-def is_network_error(error):
+def is_network_error(
+    error: BaseException,
+) -> bool:
     "Whether `error` is what torch raises when other ranks do not come, or are gone."
     if not isinstance(error, RuntimeError) or isinstance(error, DDPError):
         return False

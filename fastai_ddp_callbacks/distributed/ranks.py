@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..notice import warn_user
 from .call_site import frame_outside
 
 __all__ = ['rank', 'world_size', 'is_main_process']
@@ -43,14 +44,14 @@ def print_on_main(
     if not is_main_process():
         return
     if warn:
-        warnings.warn(text, stacklevel=3)
+        warn_user(text)
     else:
         print(text)
 
 
 def launched_without_group() -> str | None:  # 'RANK=1 and WORLD_SIZE=2'; None if this process is right to be alone
-    """What a launcher says where it speaks of several ranks and there is no process group: the call comes too early, as on
-    the other ranks, and all of them take themselves for rank 0."""
+    """What a launcher says where it speaks of several ranks and there is no process group: the call comes too early,
+    as on the other ranks, and all of them take themselves for rank 0."""
     if has_group() or 'RANK' not in os.environ or os.environ.get('WORLD_SIZE', '') in ('', '0', '1'):
         return None
     frame, _ = frame_outside()

@@ -41,10 +41,10 @@ def run_on_main(
     """Run `func` on rank 0 only, and wait for it everywhere.
 
     Inside `func` barriers, broadcasts and agreements are skipped, since only one rank is there; calls nest. If `func`
-    raises, every rank raises: rank 0 that exception, the others `RankFailedError`. The result must be None or something
-    that can be pickled. After `post_func` all ranks meet again. `DDPError` where a launcher has started several ranks
-    and there is no process group yet: all would run it. The signature is SpeechBrain's, with one difference: what `func`
-    returns and raises reaches all ranks."""
+    raises, every rank raises: rank 0 that exception, the others `RankFailedError`. The result must be None or
+    something that can be pickled. After `post_func` all ranks meet again. `DDPError` where a launcher has started
+    several ranks and there is no process group yet: all would run it. The signature is SpeechBrain's, with one
+    difference: what `func` returns and raises reaches all ranks."""
     where = call_site()
     result = _run_on(0, f'run_on_main({label(func)})', where, func, args, kwargs, timeout)
     if post_func is not None:
@@ -98,9 +98,9 @@ def main_process_first(
 ) -> Iterator[None]:
     """Rank 0 runs the block first, then the others do, each for itself: what rank 0 has downloaded or cached is there.
 
-    For what cannot be sent to the other ranks, such as a `Learner`. If the block raises on rank 0, every rank raises and
-    the others do not enter it; if it raises on another rank, every rank raises at the end. A rendezvous inside raises
-    `BarrierInBranchError`, since the ranks are not there at the same time."""
+    For what cannot be sent to the other ranks, such as a `Learner`. If the block raises on rank 0, every rank raises
+    and the others do not enter it; if it raises on another rank, every rank raises at the end. A rendezvous inside
+    raises `BarrierInBranchError`, since the ranks are not there at the same time."""
     call = call_text('main_process_first', name)
     _refuse_without_group(call)
     first = Rendezvous(call, timeout, name is not None)
@@ -137,8 +137,9 @@ def no_collectives() -> Iterator[bool]:
 def refuse_on_one_rank(
     what: str,  # what the user has called, as 'learn.fit'
 ) -> None:
-    """Raise `BarrierInBranchError` where code is called by one rank, or by one after the other, in which all ranks have to
-    take part: gradients and values are exchanged by torch, which would wait for the others until its own limit."""
+    """Raise `BarrierInBranchError` where code is called by one rank, or by one after the other, in which all ranks
+    have to take part: gradients and values are exchanged by torch, which would wait for the others until its own
+    limit."""
     section = innermost()
     if section is None or not has_group() or world_size() == 1:
         return

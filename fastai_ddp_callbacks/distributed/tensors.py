@@ -42,8 +42,8 @@ def broadcast_tensors(
 ) -> None:
     """Copy the tensors of rank `src` into those of all ranks, 16 MB at a time, which is all the memory that it needs.
 
-    A `barrier` too, which raises what that raises, and `ValueError` if the sizes differ; a rank that dies on the way leaves
-    the others with the tensors that have come."""
+    A `barrier` too, which raises what that raises, and `ValueError` if the sizes differ; a rank that dies on the way
+    leaves the others with the tensors that have come."""
     meeting = Rendezvous(call_text('broadcast_tensors', name, f'src={src}'), timeout, name is not None)
     if meeting.control is None:
         return

@@ -16,8 +16,8 @@ def get_timeout() -> float:
 def set_timeout(
     seconds: float | timedelta,  # time limit for every later rendezvous of this process; half an hour unless set
 ) -> None:
-    """Set the default time limit. Each rank uses its own for its own waits, so set it on all of them. `ValueError` unless
-    above 0."""
+    """Set the default time limit. Each rank uses its own for its own waits, so set it on all of them. `ValueError`
+    unless above 0."""
     global _timeout
     _timeout = in_seconds(seconds)
 

@@ -112,7 +112,8 @@ class Witness:
         error: BaseException,  # of a collective of torch
         generation: Generation,  # the one at hand
     ) -> BarrierMismatchError | None:
-        "The error of a collective of torch that some ranks did not come to, as they wait at a rendezvous; None if none do."
+        """The error of a collective of torch that some ranks did not come to, as they wait at a rendezvous; None if
+        none do."""
         waiting = self.presence.waiting(generation.spot)
         if not waiting:
             return None

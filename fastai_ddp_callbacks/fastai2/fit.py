@@ -1,26 +1,16 @@
-"""fastai 2: one call of `learn.fit` is one object, and our callbacks hear of nothing else.
-
-fastai sends the events of a fit (`before_fit`, `before_epoch`, ...) from `validate`, `get_preds`, `tta`, `show_results` and
-`lr_find` too, even while a fit is running, and sends no event when a fit raises. So the learner is watched, as long as one
-of our callbacks is on it, at the methods that everything passes through: `_with_events`, which runs a fit and each of its
-parts, `_do_epoch_validate`, which evaluates, and `_call_one`, which sends one event to all callbacks."""
+"fastai 2: one call of `learn.fit` is one object, and our callbacks hear of nothing else."
 
 from __future__ import annotations
 import copy
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import MethodType
+from contextlib import ExitStack
 
 from fastai.callback.core import Callback
-from fastai.learner import Learner, Recorder
+from fastai.learner import Learner
 
-from .evaluation import FitState
+from .stock import reduce_to_stock
+from .watch import FitWatch, watch_on
 
 __all__ = ['Fit', 'FitCallback', 'WatchedCallback', 'running_fit', 'is_evaluating']
-
-_METHODS = ('_with_events', '_call_one', '_do_epoch_validate')
-_BATCH = ('before_batch', 'after_pred', 'after_loss', 'after_batch')
-_FRAME = ('before_fit', 'before_epoch', 'after_epoch', 'after_fit')  # the events that an evaluation borrows from a fit
 
 
 class Fit(ExitStack):
@@ -49,7 +39,7 @@ class Fit(ExitStack):
         if self.ignored:
             return
         for cb in self.learn.cbs.sorted('order'):
-            if isinstance(cb, FitCallback):
+            if getattr(type(cb), 'hears_fits_only', False):
                 self.callback(self._end, cb)
                 cb.begin(self)
 
@@ -75,7 +65,7 @@ def running_fit(
     learn: Learner,  # any learner
 ) -> Fit | None:
     "The fit that is running on a watched learner; None if there is none."
-    watch = _watch_on(learn)
+    watch = watch_on(learn)
     return watch.fit if watch else None
 
 
@@ -83,13 +73,14 @@ def is_evaluating(
     learn: Learner,  # a watched learner
 ) -> bool:
     "Whether what is running is no part of a fit itself: an evaluation, in a fit or outside of one."
-    watch = _watch_on(learn)
+    watch = watch_on(learn)
     return watch is None or watch.fit is None or watch.evaluations > 0
 
 
 class WatchedCallback(Callback):
     "A callback whose learner is watched, so that it knows whether a fit is running, and what is called during one."
 
+    is_watched = True
     _learn: Learner | None = None
 
     @property
@@ -101,14 +92,24 @@ class WatchedCallback(Callback):
         before = self._learn
         vars(self)['_learn'] = learn
         if learn is not None:
-            _watch_on(learn) or FitWatch(learn)
-        elif before is not None and (watch := _watch_on(before)):
+            watch_on(learn) or FitWatch(learn, Fit)
+        elif before is not None and (watch := watch_on(before)):
             watch.remove_unless_needed(besides=self)
 
 
 class FitCallback(WatchedCallback):
     """A callback that hears of fits only: of no `validate`, `get_preds`, `tta`, `show_results` or `lr_find`, wherever these
-    are called. Its events are those of the outermost fit."""
+    are called. Its events are those of the outermost fit. Pickled with its learner, it becomes one of fastai's own."""
+
+    hears_fits_only = True
+
+    def __reduce_ex__(self, protocol):
+        return super().__reduce_ex__(protocol) if self.learn is None else reduce_to_stock(self)
+
+    def __deepcopy__(self, memo):
+        new = memo[id(self)] = type(self).__new__(type(self))
+        vars(new).update(copy.deepcopy(self.__getstate__(), memo))
+        return new
 
     def begin(
         self,
@@ -121,194 +122,3 @@ class FitCallback(WatchedCallback):
         fit: Fit,  # the fit that `begin` was called with; its `failed` says whether it raised
     ) -> None:
         "Once per fit that began, when it has returned or raised."
-
-
-class FitWatch:
-    "The watch on one learner: keeps the running fit, and tells its events from those of evaluations during it."
-
-    def __init__(self, learn):
-        self.shadowed = {name: vars(learn)[name] for name in _METHODS if name in vars(learn)}  # another package's
-        self._reset(learn)
-        learn._with_events = _Watched(self.with_events, self)
-        learn._call_one = _Watched(self.call_one, self)
-        learn._do_epoch_validate = _Watched(self.do_epoch_validate, self)
-
-    def _reset(self, learn):
-        self.learn = learn
-        self.inner = [self.shadowed.get(name) or MethodType(getattr(type(learn), name), learn) for name in _METHODS]
-        self.fit: Fit | None = None
-        self.depth: list[str] = []  # of what is running: 'epoch' while its events are sent, 'epoch body' between them
-        self.evaluations = 0  # during the fit, and within each other
-        self.state: FitState | None = None  # of the fit, during an evaluation
-
-    def __deepcopy__(self, memo):
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.shadowed = copy.deepcopy(self.shadowed, memo)
-        new._reset(copy.deepcopy(self.learn, memo))
-        return new
-
-    def remove_unless_needed(self, besides=None) -> None:
-        "Leave the learner as it was, unless a fit is running or another callback needs the watch."
-        if self.fit or any(isinstance(cb, WatchedCallback) and cb is not besides for cb in self.learn.cbs):
-            return
-        for name in _METHODS:
-            vars(self.learn).pop(name, None)
-        vars(self.learn).update(self.shadowed)
-
-    # -- a fit and its parts
-
-    def with_events(self, f, event_type, *args, **kwargs):
-        "In the place of `Learner._with_events`."
-        if self.fit is None and event_type == 'fit':
-            return self._fit(f, event_type, *args, **kwargs)
-        if self.fit is None or event_type in ('batch', 'backward', 'step'):
-            return self.inner[0](f, event_type, *args, **kwargs)
-        if self._is_own_part(event_type):
-            self._end_evaluations(0)  # one whose end nobody saw, as its first event raised
-            if event_type == 'epoch' and self.learn.epoch < self.fit.first_epoch:
-                return None
-            return self._part(f, event_type, *args, **kwargs)
-        with self._evaluation():
-            return self._part(f, event_type, *args, **kwargs)
-
-    def do_epoch_validate(self, *args, **kwargs):
-        "In the place of `Learner._do_epoch_validate`, which sets `learn.dl` before its first event."
-        if self.fit is None or self._is_own_part('validate'):
-            return self.inner[2](*args, **kwargs)
-        with self._evaluation():
-            return self.inner[2](*args, **kwargs)
-
-    def _is_own_part(self, event_type):
-        "Whether the fit itself runs this, and no callback: an epoch in the fit, training and validation in the epoch."
-        return self.depth == (
-            ['fit', 'fit body'] if event_type == 'epoch' else ['fit', 'fit body', 'epoch', 'epoch body']
-        )
-
-    def _fit(self, *args, **kwargs):
-        try:
-            with Fit(self.learn) as self.fit:
-                result = self._part(*args, **kwargs)
-                self.fit.failed = False
-                return result
-        finally:
-            self._reset(self.learn)
-            self.remove_unless_needed()
-
-    def _part(self, f, event_type, *args, **kwargs):
-        level = len(self.depth)
-
-        def body():
-            self.depth.append(f'{event_type} body')
-            try:
-                f()
-            finally:
-                del self.depth[level + 1 :]
-
-        self.depth.append(event_type)
-        try:
-            return self.inner[0](body, event_type, *args, **kwargs)
-        finally:
-            del self.depth[level:]
-
-    # -- an event
-
-    def call_one(self, event_name):
-        "In the place of `Learner._call_one`."
-        fit = self.fit
-        if fit is None:
-            return self._send(event_name, _hears_anything)
-        begins = event_name == 'before_fit' and not fit.announced
-        if begins:
-            fit.announced = True
-        elif event_name == 'before_fit':
-            self._begin_evaluation()
-        if self.evaluations:
-            return self._send_in_evaluation(event_name)
-        if fit.ignored or self._is_extra_batch(event_name):
-            self._send(event_name, _hears_anything)
-        else:
-            fit.note(event_name)
-            self.inner[1](event_name)
-        if begins:
-            fit.begin()
-
-    def _is_extra_batch(self, event_name):
-        "Whether this is of a `learn.one_batch` that a callback calls between training and validation, as loggers do."
-        parts = 'train body', 'validate body'
-        return event_name in _BATCH and not any(part in self.depth for part in parts)
-
-    def _send(self, event_name, hears):
-        for cb in self.learn.cbs.sorted('order'):
-            if hears(cb):
-                cb(event_name)
-
-    def _send_in_evaluation(self, event_name):
-        if event_name not in _FRAME:
-            hears = _hears_anything
-        elif 'fit' in self.depth[1:]:  # `lr_find` during a fit
-            hears = _hears_a_fit_within
-        else:
-            hears = self._hears_evaluation
-        self._send(event_name, hears)
-        if event_name == 'after_fit':
-            self._end_evaluations(self.evaluations - 1)
-
-    def _hears_evaluation(self, cb):
-        "The Recorder, which makes the row that `validate` returns, and callbacks that are there for the evaluation."
-        return isinstance(cb, Recorder) or id(cb) not in self.fit.members and not isinstance(cb, WatchedCallback)
-
-    @contextmanager
-    def _evaluation(self):
-        level = self.evaluations
-        self._begin_evaluation()
-        try:
-            yield
-        finally:
-            self._end_evaluations(level)
-
-    def _begin_evaluation(self):
-        if self.evaluations == 0:
-            self.state = FitState(self.learn, self.fit.members)
-        self.evaluations += 1
-
-    def _end_evaluations(self, level):
-        if self.evaluations and not level:
-            self.state.restore()
-            self.state = None
-        self.evaluations = level
-
-
-def _hears_anything(cb):
-    "Everybody but those who hear of fits only."
-    return not isinstance(cb, FitCallback)
-
-
-def _hears_a_fit_within(cb):
-    return not isinstance(cb, WatchedCallback)
-
-
-class _Watched:
-    "A method of the watch as an attribute of the learner. With the learner it is pickled as fastai's own method."
-
-    def __init__(self, method, watch):
-        self.method, self.watch = method, watch
-
-    def __call__(self, *args, **kwargs):
-        return self.method(*args, **kwargs)
-
-    def __reduce__(self):
-        return partial, (getattr(Learner, self._name), self.watch.learn)
-
-    @property
-    def _name(self):
-        return '_' + self.method.__name__
-
-    def __deepcopy__(self, memo):
-        watch = copy.deepcopy(self.watch, memo)
-        return _Watched(getattr(watch, self.method.__name__), watch)
-
-
-def _watch_on(learn):
-    method = vars(learn).get('_with_events')
-    return method.watch if isinstance(method, _Watched) else None

@@ -207,8 +207,9 @@ class DDPReduceLROnPlateau(_Patient, ReduceLROnPlateau):
         reset_on_fit: bool = True,  # before model fitting, reset the best value to the worst possible one.
         reduce: str = 'mean',  # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
     ):
-        kwargs = dict(patience=patience, factor=factor, min_lr=min_lr)
-        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **kwargs)
+        super().__init__(
+            monitor, comp, min_delta, reset_on_fit, reduce, patience=patience, factor=factor, min_lr=min_lr
+        )
 
     def _act(self):
         self.wait = 0

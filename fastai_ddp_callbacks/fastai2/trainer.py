@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..distributed import all_gather, all_or_none, print_on_main, rank, world_size
+from ..distributed.sections import refuse_on_one_rank
 from ..timeline import straggler_summary
 from .departure import note_departure
 from .fit import WatchedCallback, is_evaluating, running_fit
@@ -67,6 +68,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
         if fit is None:
             self._replace_averages()
             return
+        refuse_on_one_rank('learn.fit')
         fit.callback(self._end, fit, time.time_ns())
         if hasattr(self.learn, 'lr_finder'):
             _restore_from_memory(self.learn.lr_finder)
@@ -201,6 +203,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
             self._show_model()  # if an evaluation has raised, and a callback has ignored it
 
     def _divided_evaluation(self, dl):
+        refuse_on_one_rank('learn.get_preds' if hasattr(self.learn, 'gather_preds') else 'learn.validate')
         if not isinstance(dl, EvaluationLoader):
             dl = self._divided(divisible(getattr(dl, 'dl', dl), 'given'), EvaluationLoader)
         dl.place = f'order of {self._evaluated()}'

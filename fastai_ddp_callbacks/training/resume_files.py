@@ -52,7 +52,9 @@ class ResumeFiles:
         scheduled: bool,  # whether a schedule depends on that number
         resume: str,  # 'auto', 'must' or 'never'
         earlier: EarlierFits,  # the fits that came before this one
-        would_train: Callable[[dict], bool] = lambda meta: False,  # whether a finished fit, stopped early, would go on now
+        would_train: Callable[[dict], bool] = lambda meta: (
+            False
+        ),  # whether a finished fit, stopped early, would go on now
     ) -> Found | None:  # the newest whole one; None to start from scratch
         """Reserve the name, and look for a file to resume from. `CheckpointError` if there is none and there must be;
         `ValueError` if what is there belongs to a different fit."""
@@ -154,7 +156,9 @@ class ResumeFiles:
         if n_epoch == before or n_epoch > before and not scheduled:
             return
         why = ', which gives another schedule' if scheduled else ''
-        raise ValueError(f'{path} is of a fit of {before} epochs, and this one is to have {n_epoch}{why}. {FROM_SCRATCH}')
+        raise ValueError(
+            f'{path} is of a fit of {before} epochs, and this one is to have {n_epoch}{why}. {FROM_SCRATCH}'
+        )
 
     def _continue(self, path, metas):
         "Take over the files of that run."
@@ -191,7 +195,7 @@ class ResumeFiles:
 
     def _delete(self, to_delete):
         for saved in to_delete:
-            delete(saved)
+            delete(saved, self.store.disk)
 
 
 def _changed(path):

@@ -58,7 +58,7 @@ class SaverOnMain:
             print_on_main(str(e), warn=True)
         else:
             for old in self.store.add(saved, self.due[0].best):
-                delete(old)
+                delete(old, self.store.disk)
 
     def write_on_main(
         self,
@@ -95,5 +95,5 @@ class SaverOnMain:
                 raise
             return str(e)
         for old in self.store.add(saved, due.best):
-            delete(old)
+            delete(old, self.store.disk)
         return saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 import math, re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Tracker:
         self.comp = comp
         self.min_delta = min_delta
         self.reduce = reduce
-        self.best: float | None = None
+        self.best: Any = None  # a number, from the first fit on
         self.wait = 0  # epochs since the best one
 
     @property

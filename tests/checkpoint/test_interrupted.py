@@ -179,6 +179,19 @@ def test_the_files_of_a_killed_start_are_replaced_if_it_would_have_gone_on(tmp_p
     assert 'm-1-1.pth' in files(tmp_path)
 
 
+def test_a_killed_start_is_known_although_another_saver_has_swept_its_lock(tmp_path):
+    killed_start(tmp_path, (0, 1.0))
+    other, store = Store(tmp_path, 'other'), make_store(tmp_path)
+    other.prepare(1, 1)
+    assert files(tmp_path) == ['.other.lock', 'm-0.pth']
+    store.prepare(1, 1)
+    store.replace_killed_run()
+    save(store, 0, 1.0)
+    store.release()
+    other.release()
+    assert files(tmp_path) == ['m-0.pth']
+
+
 def test_the_files_of_another_killed_run_are_left_alone(tmp_path):
     killed_start(tmp_path, (0, 1.0))
     store = make_store(tmp_path)

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from fastai.data.load import DataLoader
 
-from fastai_ddp_callbacks import DDPSaveModelCallback, barrier, ddp_ctx, rank
+from fastai_ddp_callbacks import DDPSaveModelCallback, barrier, ddp_ctx, rank, run_on_main
 from learners import digest, learner
-from ranks import run, values
+from ranks import report, run, values
 
 
 class Look(Callback):
@@ -176,3 +176,118 @@ def test_batch_norm_and_an_uneven_data_set(tmp_path, sync_bn):
 
     a, b, c = values(run(scenario, 3))
     assert a == b == c
+
+
+# -- ranks that differ
+
+
+def test_data_of_another_size_on_one_rank_is_named_on_all_ranks_before_the_first_batch(tmp_path):
+    def scenario():
+        x = torch.randn(40 + 8 * rank(), 4)
+        dls = DataLoaders.from_dsets(*[TensorDataset(x, x[:, :1])] * 2, bs=8, num_workers=0, device='cpu')
+        with ddp_ctx(Learner(dls, nn.Linear(4, 1), nn.MSELoss(), path=tmp_path)) as learn:
+            learn.fit(1)
+
+    for o in run(scenario, 3):
+        assert isinstance(o.error, ValueError), report([o])
+        assert 'rank 0: training: 40 samples in batches of 8' in str(o.error)
+        assert 'rank 2: training: 56 samples in batches of 8' in str(o.error)
+
+
+@pytest.mark.parametrize('kind', [dict, tuple])
+def test_a_loss_of_another_type_on_one_rank_is_reported_to_the_others(tmp_path, kind):
+    def scenario():
+        learn = learner(tmp_path)
+        loss = learn.loss_func
+        learn.loss_func = lambda pred, y: kind() if rank() else loss(pred, y)
+        with ddp_ctx(learn):
+            learn.fit(1, 0.1)
+
+    zero, one = run(scenario, 2)
+    assert isinstance(one.error, AttributeError) and kind.__name__ in str(one.error)
+    assert type(zero.error).__name__ == 'RankFailedError' and zero.error.rank == 1, report([zero])
+    assert kind.__name__ in str(zero.error)
+
+
+def test_a_rank_that_cancels_its_fit_alone_is_named_by_the_one_that_goes_on(tmp_path):
+    def scenario():
+        from fastai.basics import CancelFitException  # made at run time: another class if it came with this function
+
+        class Cancel(Callback):
+            def before_batch(self):
+                if rank() == 1 and self.training and self.epoch == 1:
+                    raise CancelFitException()
+
+        learn = learner(tmp_path)
+        with ddp_ctx(learn):
+            learn.fit(3, 0.1, cbs=Cancel())
+
+    zero, one = run(scenario, 2)
+    assert one.ok and type(zero.error).__name__ == 'RankFailedError', report([zero, one])
+    assert 'rank 1 cancelled its fit in epoch 1' in str(zero.error)
+
+
+def test_without_shared_buffers_a_warning_says_what_the_stated_value_is_worth(tmp_path):
+    def scenario():
+        from accelerate import DistributedDataParallelKwargs
+
+        learn = learner(tmp_path)
+        learn.model = nn.Sequential(learn.model, nn.BatchNorm1d(1))
+        with ddp_ctx(learn, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)]):
+            learn.fit(1, 0.1)
+
+    results = run(scenario, 2)
+    values(results)
+    assert ['With broadcast_buffers=False' in o.output for o in results] == [True, False]
+
+
+# -- loaders of torch
+
+
+def torch_learner(path, **kwargs):
+    import torch.utils.data as torch_data
+
+    torch.manual_seed(0)
+    x = torch.randn(20, 4)
+    loaders = [torch_data.DataLoader(TensorDataset(x, x[:, :1]), batch_size=4, **kwargs) for _ in range(2)]
+    return Learner(DataLoaders(*loaders), nn.Linear(4, 1), nn.MSELoss(), path=path)
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_plain_loaders_of_torch_are_divided(tmp_path, n):
+    def scenario():
+        learn = torch_learner(tmp_path)
+        with ddp_ctx(learn):
+            learn.fit(1, 0.0)
+        return float(learn.recorder.values[-1][1])
+
+    one = values(run(scenario, 1))[0]
+    assert values(run(scenario, n)) == [pytest.approx(one)] * n
+
+
+def test_what_would_be_lost_of_a_loader_of_torch_is_named(tmp_path):
+    def scenario():
+        with ddp_ctx(torch_learner(tmp_path, collate_fn=list)) as learn:
+            barrier('both are here')
+            learn.fit(1)
+
+    for o in run(scenario, 2):
+        assert isinstance(o.error, TypeError) and 'collate_fn would be lost' in str(o.error), report([o])
+
+
+def test_the_time_limit_of_a_group_made_here_can_be_given(tmp_path):
+    def scenario():
+        with ddp_ctx(learner(tmp_path), timeout=77):
+            return dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds()
+
+    assert values(run(scenario, 2, group=False)) == [77, 77]
+
+
+@pytest.mark.parametrize('call', ['fit', 'validate'])
+def test_what_needs_all_ranks_is_refused_on_one_of_them(tmp_path, call):
+    def scenario():
+        with ddp_ctx(learner(tmp_path)) as learn:
+            run_on_main(lambda: learn.fit(1) if call == 'fit' else learn.validate())
+
+    for o in run(scenario, 2):
+        assert f'learn.{call} is inside run_on_main' in str(o.error), report([o])

@@ -4,6 +4,7 @@ import csv
 
 import pytest, torch
 from fastai.basics import (
+    Callback,
     Categorize,
     CrossEntropyLossFlat,
     DataLoaders,
@@ -18,7 +19,7 @@ from fastai.basics import (
     tensor,
     trainable_params,
 )
-from fastai.callback.all import CSVLogger, GradientAccumulation, MixUp, SaveModelCallback
+from fastai.callback.all import CSVLogger, GradientAccumulation, MixUp, SaveModelCallback, ShowGraphCallback
 from fastai.callback.schedule import fine_tune, fit_flat_cos, fit_one_cycle, lr_find  # noqa: F401 (patch Learner)
 from torch.utils.data import TensorDataset
 
@@ -187,24 +188,55 @@ def test_without_a_validation_set_what_needs_none_works(tmp_path):
 # -- loggers
 
 
-def test_the_csv_logger_writes_each_epoch_once(tmp_path):
+def test_the_csv_logger_writes_each_epoch_once_from_rank_0(tmp_path):
     def scenario():
         learn = digits(tmp_path, DDPSaveModelCallback())
         with ddp_ctx(learn):
             learn.fit(3, 1e-2, cbs=CSVLogger(fname=f'history{rank()}.csv'))
+            learn.fit(1, 1e-2, cbs=CSVLogger(fname=f'history{rank()}.csv', append=True))
 
     values(run(scenario, 2))
     rows = list(csv.reader(open(tmp_path / 'history0.csv')))
-    assert [o[0] for o in rows] == ['epoch', '0', '1', '2']
+    assert [o[0] for o in rows] == ['epoch', '0', '1', '2', 'epoch', '0']  # a header for each fit, as in one process
+    assert not (tmp_path / 'history1.csv').exists()
 
 
-def test_tensorboard_gets_real_events_once(tmp_path):
+def test_a_logger_of_rank_0_runs_on_all_ranks_again_after_a_fit_that_raised(tmp_path):
+    def scenario():
+        class Boom(Callback):
+            def after_batch(self):
+                raise ValueError('boom')
+
+        learn, log = digits(tmp_path), CSVLogger(fname=f'history{rank()}.csv')
+        try:
+            with ddp_ctx(learn):
+                learn.fit(1, 1e-2, cbs=[log, Boom()])
+        except ValueError:
+            return log.run
+
+    assert values(run(scenario, 2)) == [True, True]
+
+
+def test_the_graph_of_losses_is_drawn_on_rank_0(tmp_path):
+    def scenario():
+        learn = digits(tmp_path, DDPSaveModelCallback())
+        with ddp_ctx(learn):
+            graph = ShowGraphCallback()
+            learn.fit(2, 1e-2, cbs=graph)
+        return len(getattr(graph, 'nb_batches', []))
+
+    assert values(run(scenario, 2)) == [2, 0]
+
+
+@pytest.mark.parametrize('defaults', [True, False])
+def test_tensorboard_gets_real_events_once(tmp_path, defaults):
     def scenario():
         from fastai.callback.tensorboard import TensorBoardCallback
 
-        learn = digits(tmp_path, DDPSaveModelCallback())
+        more = {} if defaults else dict(trace_model=False, log_preds=False)
+        learn = digits(tmp_path, [DDPSaveModelCallback(), DDPStopCallback()])
         with ddp_ctx(learn):
-            learn.fit(2, 1e-2, cbs=TensorBoardCallback(tmp_path / 'tb', trace_model=False, log_preds=False))
+            learn.fit(2, 1e-2, cbs=TensorBoardCallback(tmp_path / 'tb', **more))
 
     values(run(scenario, 2))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -212,9 +244,29 @@ def test_tensorboard_gets_real_events_once(tmp_path):
     files = list((tmp_path / 'tb').rglob('events*'))
     assert len(files) == 1
     events = EventAccumulator(str(files[0])).Reload()
-    assert (
-        len(events.Scalars('valid_loss')) == 2 and len(events.Scalars('train_loss')) == 2 * 3 + 2
-    )  # by batch, and by epoch
+    assert len(events.Scalars('valid_loss')) == 2 and bool(events.Tags()['graph']) == defaults
+    # by batch, and by epoch; stock notes a batch more for the predictions that it logs
+    assert len(events.Scalars('train_loss')) == 2 * 3 + 2 + 2 * defaults
+
+
+def test_wandb_logs_predictions_with_its_defaults(tmp_path):
+    def scenario():
+        import fastai.callback.wandb as fw, wandb
+
+        fw._format_config = lambda config: (
+            None
+        )  # fails on plain numbers with the fastcore of today, whatever the callbacks
+        wandb.init(mode='offline' if rank() == 0 else 'disabled', dir=str(tmp_path), project='digits')
+        logged, log = [], wandb.log
+        fw.wandb.log = lambda data, **kwargs: (logged.extend(data), log(data, **kwargs))
+        learn = digits(tmp_path, DDPSaveModelCallback())
+        with ddp_ctx(learn):
+            learn.fit(2, 1e-2, cbs=fw.WandbCallback())
+        wandb.finish()
+        return logged.count('Prediction_Samples')
+
+    env = dict(WANDB_SILENT='true', WANDB_DIR=str(tmp_path), HOME=str(tmp_path))
+    assert values(run(scenario, 2, env=lambda r: env)) == [1, 0]
 
 
 def test_wandb_uploads_the_model_that_was_saved(tmp_path):

@@ -1,6 +1,6 @@
 "All ranks leave at the same batch."
 
-import pytest
+import pytest, torch
 from fastai.basics import Callback
 from fastai.callback.schedule import lr_find  # noqa: F401 (patches Learner)
 from fastai.callback.tracker import TerminateOnNaNCallback
@@ -150,3 +150,23 @@ def test_lr_find_gives_every_rank_its_weights_back_and_the_same_suggestion(tmp_p
     a, b = values(run(scenario, 2))
     # the order of each epoch's training, and averages of validations that are cancelled before they begin
     assert a == b and a[0] and a[2] == OF_A_FIT + 11 * 2 and a[3] == ['model.pth']
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize('bad', [float('nan'), float('inf'), 1.0])
+def test_a_loss_of_any_precision_is_looked_at_as_stock_does(tmp_path, dtype, bad):
+    class Lossy(BadLoss):
+        def after_loss(self):
+            super().after_loss()
+            self.learn.loss = self.learn.loss.to(dtype)
+
+    class Float(Callback):
+        def after_batch(self):
+            self.learn.loss = self.learn.loss.float()  # the Recorder has no other
+
+    def batches(cls):
+        learn, count = learner(tmp_path), Count()
+        learn.fit(2, 1e-3, cbs=[cls(), Lossy(3, bad, 0), Float(), count])
+        return count.n
+
+    assert batches(TerminateOnNaNCallback) == batches(DDPTerminateOnNaNCallback)
