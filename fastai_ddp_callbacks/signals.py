@@ -1,7 +1,7 @@
 """The signals that this package handles for a while, and the order in which handlers are given back.
 
-Python has one handler per signal. Here those who react to one stand on a stack: the newest reacts first, they may go in any
-order, and the handler that was there before has its place again when the last one is gone."""
+Python has one handler per signal. Here those who react to one stand on a stack: the newest reacts first, they may go in
+any order, and the handler that was there before has its place again when the last one is gone."""
 
 from __future__ import annotations
 import os, signal, threading

@@ -27,7 +27,8 @@ def remaining_samples(
     size: int,  # how many ranks are to share the rest
 ) -> list:  # (sample, whether it is a repeated one that makes the ranks even), a number that `size` divides
     """What is left of an epoch, as `DistributedDL` would continue it: each rank has a run of the order to itself, and
-    its first samples make up for what is missing to equal runs. With as many ranks as before, each continues its own."""
+    its first samples make up for what is missing to equal runs. With as many ranks as before, each continues
+    its own."""
     samples = [(sample, False) for sample in idxs]
     sizes = [stage.world_size for stage in stages]
     for stage, previous in zip(stages, [None, *sizes]):

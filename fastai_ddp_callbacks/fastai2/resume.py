@@ -160,8 +160,8 @@ class DDPResumeCallback(FitCallback):
             current.rows.append([recorded(value) for value in self.recorder.log])  # early stopping came first
         if current.was_cut:
             print_on_main(
-                f'DDPResumeCallback: stopped within epoch {self.epoch}. Started again, the fit is resumed from what was '
-                'saved before.'
+                f'DDPResumeCallback: stopped within epoch {self.epoch}. Started again, the fit is resumed from what '
+                'was saved before.'
             )
             run_on_main(wait_for_write, (current,))  # all ranks leave the fit together, and know if that has failed
         elif not current.was_finished:
@@ -188,7 +188,7 @@ class DDPResumeCallback(FitCallback):
         "Give back what the fit has taken, however it has ended."
         current = self._current
         self._current = None
-        vars(self.learn).pop('all_batches', None)
+        vars(current.learn).pop('all_batches', None)
         current.writer.join()
         if current.writer.error:
             print_on_main(f'After the fit had failed: {current.writer.error}', warn=True)

@@ -31,14 +31,15 @@ def check_fit(
     others = sum(id(parameter) not in own for parameter in trained)
     if others:  # copies are made before the saved weights are loaded, and would undo that
         raise ValueError(
-            f"{who}: the optimizer trains {others} tensors that are not the model's own, which are not saved. Copies in "
-            'another precision (NonNativeMixedPrecision)? MixedPrecision needs none. A loss that has weights? Make it a '
-            'part of the model.'
+            f"{who}: the optimizer trains {others} tensors that are not the model's own, which are not saved. Copies "
+            'in another precision (NonNativeMixedPrecision)? MixedPrecision needs none. A loss that has weights? Make '
+            'it a part of the model.'
         )
     names = not_saved(learn)
     if names:
         print_on_main(
-            f'{who}: the state of {", ".join(names)} is not saved. A resumed fit will differ from an uninterrupted run.',
+            f'{who}: the state of {", ".join(names)} is not saved. A resumed fit will differ from an uninterrupted '
+            'run.',
             warn=True,
         )
 
@@ -109,13 +110,13 @@ def _print_resumed(found, state, sizes):
     ranks = len(state['ranks'])
     if world_size() != ranks:
         print_on_main(
-            f'{found.path} was saved by {ranks} ranks, and is resumed by {world_size()}: batches and random numbers will '
-            'differ from an uninterrupted run.',
+            f'{found.path} was saved by {ranks} ranks, and is resumed by {world_size()}: batches and random numbers '
+            'will differ from an uninterrupted run.',
             warn=True,
         )
     if state['data'] != sizes:
         print_on_main(
-            f'{found.path} was saved with {state["data"]} samples and samples per batch, and is resumed with {sizes}: it '
-            'will differ from an uninterrupted run.',
+            f'{found.path} was saved with {state["data"]} samples and samples per batch, and is resumed with {sizes}: '
+            'it will differ from an uninterrupted run.',
             warn=True,
         )

@@ -42,5 +42,5 @@ def check_exit_status(who: str, argument: str, value) -> None:
     "`TypeError` or `ValueError` for what no process can end with."
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f'{who}({argument}={value!r}): a whole number from 0 to 255 is needed.')
-    if not 0 <= value <= 255:
+    if int(value) not in range(256):
         raise ValueError(f'{who}({argument}={value!r}): a whole number from 0 to 255 is needed.')

@@ -64,7 +64,6 @@ class ResumeFiles:
         if resume == 'never':
             return None
         metas = self._after(metas, earlier)
-        self._refuse_if_ended_here(metas)
         path = self._newest_whole(self._candidates(metas, n_epoch, would_train), damaged)
         self._warn_of(damaged, path)
         if path is None:
@@ -77,6 +76,7 @@ class ResumeFiles:
             meta = dict(meta, finished=False)  # nothing was trained: whatever follows continues from its end
         else:
             self._check_epochs(path, meta, n_epoch, scheduled)
+        self._refuse_if_ended_here(path, meta)
         self._continue(path, metas)
         return Found(path, meta['checksum'], meta)
 
@@ -109,13 +109,12 @@ class ResumeFiles:
             )
         return ours
 
-    def _refuse_if_ended_here(self, metas):
-        for path, meta in metas.items():
-            if has_ended_here(meta['run']):
-                raise ValueError(
-                    f'{path} belongs to a different fit: one of another learner, which has ended in this process. '
-                    + FROM_SCRATCH
-                )
+    def _refuse_if_ended_here(self, path, meta):
+        if has_ended_here(meta['run']):
+            raise ValueError(
+                f'{path} belongs to a different fit: one of another learner, which has ended in this process. '
+                + FROM_SCRATCH
+            )
 
     def _candidates(self, metas, n_epoch, would_train):
         "Paths of what this fit may be resumed from, the newest first."
@@ -128,8 +127,8 @@ class ResumeFiles:
         unfinished = [path for path in newest if not metas[path]['finished']]  # from before the best was loaded
         if not unfinished:
             raise ValueError(
-                f'{newest[0]} is of a finished fit, and its last epoch was not kept: with keep=2 it could be trained for '
-                'more epochs.'
+                f'{newest[0]} is of a finished fit, and its last epoch was not kept: with keep=2 it could be trained '
+                'for more epochs.'
             )
         return unfinished
 

@@ -44,7 +44,8 @@ class SaveSchedule:
     ) -> Decision:  # the same on all ranks
         "What to do after a batch. A rendezvous, about once a second."
         exits, is_late = self._agreed(batches, asked)
-        return Decision(exits, is_late or bool(self.every_batches) and batches % self.every_batches == 0)
+        is_due = self.every_batches is not None and batches % self.every_batches == 0
+        return Decision(exits, is_late or is_due)
 
     def _agreed(self, batches, asked):
         if world_size() == 1:
