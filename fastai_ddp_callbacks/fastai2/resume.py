@@ -108,8 +108,7 @@ class DDPResumeCallback(FitCallback):
         if not current.stages:
             current.epoch.order = own_state(self.learn)
             return
-        current.resumed.restore_optimizer()
-        self.learn.pct_train = current.resumed.state['pct_train']
+        current.resumed.restart_epoch()
         current.epoch.order = current.resumed.state['order']
 
     def before_batch(self):
@@ -118,6 +117,8 @@ class DDPResumeCallback(FitCallback):
             current.epoch.first_batch = self.iter
             if current.resumed:
                 current.resumed.before_first_batch()
+            if not current.stages:
+                current.resumed = None  # nothing more is needed of the file
 
     def after_batch(self):
         "Save if it is due, and exit if a signal has asked for it."

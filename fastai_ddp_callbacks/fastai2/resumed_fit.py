@@ -44,11 +44,17 @@ class Resumed:
     ):
         self.learn = learn
         self.state = state
-        self.opt = opt
+        self.opt: dict | None = opt
         self.stages = [Stage(*stage) for stage in state['stages']]  # of the epoch, that are trained
 
+    def restart_epoch(self) -> None:
+        "Undo what callbacks have done again, as the interrupted epoch began again."
+        self.restore_optimizer()
+        self.opt = None  # not needed any more
+        self.learn.pct_train = self.state['pct_train']
+
     def restore_optimizer(self) -> None:
-        "Also a second time, over what callbacks do again when an epoch begins again."
+        "Give the optimizer its state."
         device = next(self.learn.model.parameters()).device
         self.learn.opt.load_state_dict(to_device(self.opt, device))
 

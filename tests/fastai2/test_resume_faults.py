@@ -368,7 +368,7 @@ def with_generator(path, own_sampler, *cbs):
 
 
 @pytest.mark.parametrize('own_sampler', [False, True])
-@pytest.mark.parametrize('end,batches', [(Dies(0), 12), (Dies(1, 4), 16)])
+@pytest.mark.parametrize('end,batches', [(Dies(0), 12), (Dies(1, 4), 17)])
 def test_the_generators_of_torch_s_loaders_continue(tmp_path, own_sampler, end, batches):
     ((weights, seen),) = values(run(partial(with_generator, tmp_path / 'quiet', own_sampler), 1))
     killed(run(partial(with_generator, tmp_path / 'killed', own_sampler), 1, end))
@@ -409,11 +409,10 @@ def test_a_stock_callback_whose_state_is_not_saved_is_named_once(tmp_path):
     assert 'the state of Switcher is not saved' in text
 
 
-@pytest.mark.parametrize('stop', [DDPEarlyStoppingCallback, EarlyStoppingCallback])
-@pytest.mark.parametrize('world_size', [1, 2])
+@pytest.mark.parametrize(
+    'stop,world_size', [(DDPEarlyStoppingCallback, 1), (DDPEarlyStoppingCallback, 2), (EarlyStoppingCallback, 1)]
+)
 def test_a_fit_that_early_stopping_ended_can_go_on_with_more_patience(tmp_path, stop, world_size):
-    if stop is EarlyStoppingCallback and world_size > 1:
-        pytest.skip('each rank of stock decides by itself')
     records = [3.0, 1.0, 2.0, 2.0, 2.0, 0.5]
     fit = partial(start, world_size, fit='fit', n=6)
     ended = values(fit(tmp_path / 'ended', stop(patience=2), Records(records)))
@@ -557,9 +556,9 @@ def test_a_warning_about_resuming_is_shown_each_time(tmp_path):
             for _ in range(3):
                 learn = learner(tmp_path, n=30)
                 with pytest.raises(KeyError):
-                    learn.fit(3, 0.1, cbs=[DDPResumeCallback(), Raises(2)])
+                    learn.fit(3, 0.1, cbs=[DDPResumeCallback(), Raises(2, 0)])
         return [str(warning.message) for warning in caught if 'is resumed with' in str(warning.message)]
 
     killed(start(1, tmp_path, Dies(1), n=3, fit='fit'))
-    ((*texts,),) = values(run(scenario, 1))
-    assert len(texts) >= 1
+    (texts,) = values(run(scenario, 1))
+    assert len(texts) == 3
