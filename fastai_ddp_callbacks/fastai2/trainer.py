@@ -45,6 +45,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
 
     def _reset(self) -> None:
         self.old_dls: list | None = None  # the learner's loaders, while divided ones take their place
+        self.undivided: list = []  # the loaders of this fit as they are before they are divided
         self.averages: ExactAverages | None = None
         self.silenced: list[Callback] = []  # callbacks that only rank 0 has to run
         self.syncs_buffers = True  # whether DDP shares buffers before the next forward pass of training or validation
@@ -73,7 +74,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
         if hasattr(self.learn, 'lr_finder'):
             _restore_from_memory(self.learn.lr_finder)
         loaders = [dl if is_divided(dl) else divisible(dl, _name(i)) for i, dl in enumerate(self.learn.dls)]
-        _compare_data(loaders)
+        self.undivided = loaders
         self.old_dls = list(self.learn.dls)
         self.learn.dls.loaders = [
             self._divided(dl, EvaluationLoader if i else DDPLoader) for i, dl in enumerate(loaders)
@@ -88,6 +89,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
     def before_epoch(self):
         "Wrap the model: later than in stock, since loggers trace it at the beginning of a fit, on rank 0 alone."
         if running_fit(self.learn) and not isinstance(self.learn.model, DistributedDataParallel):
+            _compare_data(self.undivided)  # first, as torch cannot name a rank that is at another place
             self._wrap_model()
 
     def _wrap_model(self):
