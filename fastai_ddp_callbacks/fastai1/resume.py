@@ -125,7 +125,7 @@ class DDPResumeCallback(LearnerCallback):
             raise ValueError(
                 f'{path} is of a fit of another kind: '
                 + '; '.join(f'{k} was {was.get(k, "none")} and is {now.get(k, "none")}' for k in differ[:3])
-                + ". Give this fit another name, or resume='never' to start anew."
+                + ". Give this fit another name, or resume='never' to start from scratch."
             )
         for k, cb in self._offering():
             if isinstance(cb, DDPTrackerCallback) and k in state['callbacks']:

@@ -135,7 +135,7 @@ def test_a_second_fit_does_not_go_on_when_the_first_was_trained_anew(tmp_path):
     for o in tmp_path.glob('models/resume_*.pth'):
         o.unlink()
     again = run(two_fits, 2, tmp_path, 'callbacks')
-    assert values(again) == first and 'this fit starts anew' in again[0].output
+    assert values(again) == first and 'starting from scratch' in again[0].output
 
 
 @pytest.mark.parametrize('world_size,style', [(1, 'callbacks'), (2, 'callback_fns')])
