@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastai.callback.tracker import SaveModelCallback
-from fastai.torch_core import to_device
 
 from ..distributed import print_on_main, propagate_failure
 from ..training.save_policy import SavePolicy
 from ..training.saving import Saver
 from ..training.tracking import Verdict
 from .fit import Fit, running_fit
-from .optimizer import check_optimizer
+from .optimizer import check_optimizer, load_optimizer
 from .snapshot import checked_size, snapshot
 from .savers import replace_other_savers
 from .tracker import DDPTrackerCallback
@@ -175,11 +175,5 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         return self._saver.write_on_main(made, now, name)
 
     def _load_best(self):
-        opt = (self._load_opt, self._check_opt) if self.with_opt else ()
-        self._saver.load_best(self.learn.model, *opt)
-
-    def _load_opt(self, rest):
-        self.learn.opt.load_state_dict(to_device(rest['opt'], next(self.learn.model.parameters()).device))
-
-    def _check_opt(self, rest):
-        check_optimizer(self.learn.opt, rest['opt'], self.best_path)
+        opt = (load_optimizer, check_optimizer) if self.with_opt else ()
+        self._saver.load_best(self.learn.model, *(partial(f, self.learn, self.best_path) for f in opt))
