@@ -50,7 +50,7 @@ class DDPSaveModelCallback(LearnerSaver, SaveModelCallback):
         super().__init__(learn, monitor, mode, reduce, every=every, name=name)
         self.exclude += ['_saver', '_row']
         self.last_saved_path = None
-        vars(self).update(kept)
+        self.__dict__.update(kept)
 
     @property
     def policy(self) -> SavePolicy:

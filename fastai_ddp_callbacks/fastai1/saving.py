@@ -65,7 +65,8 @@ class LearnerSaver(DDPTrackerCallback):
         found = run_on_main(self._find, (name,))
         if found is None:
             return print_on_main(f'Model {name} not found.')
-        load_everywhere(self.learn.model, *found, self._load_opt)
+        path, checksum = found
+        load_everywhere(self.learn.model, path, checksum, self._load_opt)
         print_on_main(f'Loaded {name}')
 
     def _find(self, name):

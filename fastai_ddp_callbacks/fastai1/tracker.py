@@ -137,7 +137,8 @@ class DDPTrackerCallback(FitCallback, TrackerCallback):
 
     def get_monitor_value(self) -> float | None:
         "The value of all ranks after this epoch, None if there is none. All ranks call it, after an epoch of a fit."
-        return self._agreed(len(self._fit.recorder.nb_batches) - 1)[0]
+        fit: Any = self._fit
+        return self._agreed(len(fit.recorder.nb_batches) - 1)[0]
 
     def on_train_end(self, exception=False, pbar=None, **kwargs):
         if self._hears(pbar) and not self._fit.error(exception):

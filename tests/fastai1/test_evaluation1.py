@@ -72,7 +72,7 @@ def test_predictions_during_a_fit_are_those_of_the_whole_set_and_change_no_decis
 
         if asks:
             callbacks.append(Hook(learn, event, ask, late=late))
-        fit(learn, *callbacks, n=3)
+        fit(learn, *callbacks, n=3, lr=0.01)
         recorder = learn.recorder
         return callbacks[0].best, list(map(float, recorder.val_losses)), digest(learn.model), sizes
 
