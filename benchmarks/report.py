@@ -51,14 +51,14 @@ def write(
     contenders,  # whose stalls are drawn, in order
 ):
     (here / 'README.md').write_text(
-        '# Measured\n\nWritten by `python benchmarks/fit.py --write`. What is measured, and how, each script tells with '
-        f"`--help`. Ratios are of medians of one run.\n\n{r['made']}\n\n"
+        '# Measured\n\nWritten by `python benchmarks/fit.py --write`. What is measured, and how, each script '
+        f"tells with `--help`. Ratios are of medians of one run.\n\n{r['made']}\n\n"
         '![stall of training by size of the model](stall.png)\n\n## Saving that training does not feel: fit.py\n\n'
         + markdown('Targets', ('', 'is', 'at most', ''), targets)
         + ''.join(markdown(*o) for o in tables)
-        + 'By default each rank reads: on one machine that is quicker whatever the number of ranks, as the file is in the '
-        'page cache and comes from there faster than through a socket. Rank 0 reads and sends where a rank does not see '
-        'the file.\n\n## Rendezvous and files: rendezvous.py, save_load.py\n\n'
+        + 'By default each rank reads: on one machine that is quicker whatever the number of ranks, as the file is in '
+        'the page cache and comes from there faster than through a socket. Rank 0 reads and sends where a rank does '
+        'not see the file.\n\n## Rendezvous and files: rendezvous.py, save_load.py\n\n'
         + ''.join(markdown(*o) for o in of_others(files)).rstrip()
         + '\n'
     )

@@ -38,7 +38,8 @@ def disk(folder, size=None, read_only=False):
 def own_disk(folder, lag=0.1):
     """From now on this rank has an empty disk of its own in the place of `folder`; it waits `lag` seconds for a file.
 
-    If it may not mount one, it sees another folder in its place. Gives what brings the files there that the others have."""
+    If it may not mount one, it sees another folder in its place. Gives what brings the files there that the others
+    have."""
     folder.mkdir(parents=True, exist_ok=True)
     real, own, loading._LAG = os.open(folder, os.O_RDONLY), folder, lag
     if not (unshare(NEW_MOUNTS) and _libc.mount(b'none', b'/', None, _PRIVATE, None) == 0 and mount(folder)):

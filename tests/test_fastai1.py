@@ -57,6 +57,6 @@ def test_the_callbacks_for_fastai_1_pass_their_own_tests(fastai1, part):
         *('-c', HERE.parent / 'setup.cfg'),
         *(HERE / 'fastai1' / file for file in part),
     ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..notice import warn_user
 from .call_site import frame_outside
 
 __all__ = ['rank', 'world_size', 'is_main_process']
@@ -43,7 +44,7 @@ def print_on_main(
     if not is_main_process():
         return
     if warn:
-        warnings.warn(text, stacklevel=3)
+        warn_user(text)
     else:
         print(text)
 

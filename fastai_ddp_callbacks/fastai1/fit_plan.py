@@ -9,6 +9,7 @@ from fastai.callbacks.general_sched import GeneralScheduler
 from fastai.callbacks.one_cycle import OneCycleScheduler
 
 from ..checkpoint.state import to_builtin
+from ..training.resume_files import FROM_SCRATCH
 
 __all__ = ['check_plan', 'fit_plan', 'has_schedule']
 
@@ -66,10 +67,7 @@ def check_plan(
     differ = [name for name in names if was.get(name) != now.get(name)]
     if differ:
         what = '; '.join(f'{name} was {was.get(name, "none")} and is {now.get(name, "none")}' for name in differ[:3])
-        raise ValueError(
-            f'{path} belongs to a different kind of fit: {what}. '
-            "Give this fit another name, or resume='never' to start from scratch."
-        )
+        raise ValueError(f'{path} belongs to a different kind of fit: {what}. {FROM_SCRATCH}')
 
 
 def _hypers(group):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 from importlib.metadata import version
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ from fastai.basic_train import Learner, LearnerCallback
 from ..checkpoint.state import model_state, size_of, to_builtin
 from ..distributed import all_gather, all_or_none, print_on_main, rank, run_on_main, world_size
 from ..training.random_state import random_state, restore_random
-from ..training.resume_files import EarlierFits, ResumeFiles, callback_keys, is_stateful, load, progress
+from ..training.earlier_fits import EarlierFits
+from ..training.resume_arguments import check_name, check_resume, check_whole_number
+from ..training.resume_files import ResumeFiles, callback_keys, is_stateful, load, progress
 from .fit import FitCallback
 from .fit_plan import check_plan, fit_plan, has_schedule
 from .tracker import DDPTrackerCallback
@@ -44,7 +45,11 @@ class DDPResumeCallback(FitCallback, LearnerCallback):
         name: str = 'resume',  # first part of the files' names, in `learn.path/learn.model_dir`
         resume: str = 'auto',  # 'auto': if there is something to resume; 'must': fail if not; 'never': from scratch
     ):
-        _check_arguments(type(self).__name__, every_epoch, keep, name, resume)
+        who = type(self).__name__
+        check_resume(who, resume)
+        check_whole_number(who, 'every_epoch', every_epoch)
+        check_whole_number(who, 'keep', keep)
+        check_name(who, 'name', name)
         super().__init__(learn)
         self.every_epoch = every_epoch
         self.keep = keep
@@ -169,13 +174,3 @@ class DDPResumeCallback(FitCallback, LearnerCallback):
 def _plain(history):
     "A list of the Recorder as plain values."
     return to_builtin([value.tolist() if isinstance(value, torch.Tensor) else value for value in history])
-
-
-def _check_arguments(who, every_epoch, keep, name, resume):
-    if resume not in ('auto', 'must', 'never'):
-        raise ValueError(f"{who}(resume={resume!r}): choose 'auto', 'must' or 'never'.")
-    for argument, value in dict(every_epoch=every_epoch, keep=keep).items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f'{who}({argument}={value!r}): a whole number above 0 is needed.')
-    if not name or set('{}') & set(str(name)):
-        raise ValueError(f'{who}(name={name!r}): a name without braces is needed.')

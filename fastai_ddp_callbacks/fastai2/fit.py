@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 
+from . import learner  # noqa: F401 (gives the timeline to Learner)
 from .stock import reduce_to_stock
 from .watch import FitWatch, watch_on
 

@@ -11,7 +11,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.torch_core import to_device
 
 from ..checkpoint.safety import refuse_unsafe
-from ..checkpoint.state import model_state, size_of, to_builtin
+from ..checkpoint.state import model_state, refuse_sharded, size_of, to_builtin
 from ..distributed import print_on_main, propagate_failure, world_size
 from ..training.save_policy import SavePolicy
 from ..training.saving import Saver, Snapshot
@@ -103,6 +103,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         return (self.learn.path / self.learn.model_dir).absolute()
 
     def _size_on_main(self):
+        refuse_sharded(self.learn.model, type(self).__name__)
         state = model_state(self.learn.model)
         refuse_unsafe(state, self._folder / f'{self.fname}.pth')
         return size_of(state) * (3 if self.with_opt else 1)

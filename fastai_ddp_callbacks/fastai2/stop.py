@@ -11,6 +11,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..distributed.batch_flag import BatchFlag
 from ..distributed import broadcast, print_on_main, world_size
+from . import learner  # noqa: F401 (gives the timeline to Learner)
 from .fit import Fit, FitCallback
 
 __all__ = ['DDPTerminateOnNaNCallback', 'DDPStopCallback']

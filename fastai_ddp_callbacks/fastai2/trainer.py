@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..distributed import all_gather, all_or_none, print_on_main, rank, world_size
+from ..distributed.sections import refuse_on_one_rank
 from ..timeline import straggler_summary
 from .departure import note_departure
 from .fit import WatchedCallback, is_evaluating, running_fit
@@ -44,6 +45,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
 
     def _reset(self) -> None:
         self.old_dls: list | None = None  # the learner's loaders, while divided ones take their place
+        self.undivided: list = []  # the loaders of this fit as they are before they are divided
         self.averages: ExactAverages | None = None
         self.silenced: list[Callback] = []  # callbacks that only rank 0 has to run
         self.syncs_buffers = True  # whether DDP shares buffers before the next forward pass of training or validation
@@ -67,11 +69,12 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
         if fit is None:
             self._replace_averages()
             return
+        refuse_on_one_rank('learn.fit')
         fit.callback(self._end, fit, time.time_ns())
         if hasattr(self.learn, 'lr_finder'):
             _restore_from_memory(self.learn.lr_finder)
         loaders = [dl if is_divided(dl) else divisible(dl, _name(i)) for i, dl in enumerate(self.learn.dls)]
-        _compare_data(loaders)
+        self.undivided = loaders
         self.old_dls = list(self.learn.dls)
         self.learn.dls.loaders = [
             self._divided(dl, EvaluationLoader if i else DDPLoader) for i, dl in enumerate(loaders)
@@ -86,6 +89,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
     def before_epoch(self):
         "Wrap the model: later than in stock, since loggers trace it at the beginning of a fit, on rank 0 alone."
         if running_fit(self.learn) and not isinstance(self.learn.model, DistributedDataParallel):
+            _compare_data(self.undivided)  # first, as torch cannot name a rank that is at another place
             self._wrap_model()
 
     def _wrap_model(self):
@@ -201,6 +205,7 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
             self._show_model()  # if an evaluation has raised, and a callback has ignored it
 
     def _divided_evaluation(self, dl):
+        refuse_on_one_rank('learn.get_preds' if hasattr(self.learn, 'gather_preds') else 'learn.validate')
         if not isinstance(dl, EvaluationLoader):
             dl = self._divided(divisible(getattr(dl, 'dl', dl), 'given'), EvaluationLoader)
         dl.place = f'order of {self._evaluated()}'

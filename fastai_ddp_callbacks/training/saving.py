@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.background import Writer
 from ..checkpoint.store import Saved, Store, check_name
+from ..distributed.call_site import doing
 from ..distributed import barrier, print_on_main, propagate_failure, run_on_main
 from .loading import load_everywhere
 from .save_policy import SavePolicy
@@ -127,7 +128,9 @@ class Saver(SaverOnMain):
     def _on_main(self, func, *args, met=False, verdict=None):
         if self.store.selective and not met:
             barrier('before checkpoints are deleted')  # nobody reads then
-        for outcome in run_on_main(func, args):
+        with doing('save'):
+            outcomes = run_on_main(func, args)
+        for outcome in outcomes:
             verdict = self._record(outcome, self.due.pop(0), verdict)
         return verdict
 

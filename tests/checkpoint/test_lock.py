@@ -345,33 +345,47 @@ def test_a_job_of_which_one_rank_fails_gives_the_name_back(tmp_path, failing):
     assert all(o[0] for o in results) and 'enough' in results[failing][0][1] and results[0][1] == ['model.pth']
 
 
-@pytest.mark.parametrize(
-    'end,left',
-    [
-        ('pass', False),
-        ('sys.exit(3)', False),
-        ('raise ValueError', False),
-        ('del o', False),
-        ('os._exit(0)', True),
-        ('if os.fork() == 0: sys.exit()\nos.wait(); assert os.path.exists(o.path); os._exit(0)', True),
-    ],
-)  # a child is not the owner
-def test_a_process_gives_the_name_back_when_it_ends(file, end, left):
-    code = f'''
+ENDS = {  # of a process that holds a lock, and whether its file is left
+    'pass': False,
+    'sys.exit(3)': False,
+    'raise ValueError': False,
+    'del mine': False,
+    'os._exit(0)': True,
+    # a child is not the owner
+    'if os.fork() == 0: sys.exit()\nos.wait(); assert os.path.exists(mine.path); os._exit(0)': True,
+}
+PROGRAM = '''
 import os, sys
 from fastai_ddp_callbacks.checkpoint.lock import Lock
-o = Lock({str(file)!r})
-o.acquire()
-assert os.path.exists({str(file)!r})
-{end}
+folder, *ends = sys.argv[1:]
+for i, end in enumerate(ends):
+    if os.fork(): # one process imports, another one for each end
+        os.wait()
+        continue
+    mine = Lock(os.path.join(folder, str(i), '.model.lock'))
+    mine.acquire()
+    assert os.path.exists(mine.path)
+    exec(end)
+    break
 '''
-    subprocess.run(
-        [sys.executable, '-c', code],
-        env=dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2])),
-        capture_output=True,
-        timeout=60,
-    )
-    assert file.exists() == left and os.listdir(file.parent) == [file.name] * left
+
+
+@pytest.fixture(scope='module')
+def ended(tmp_path_factory):
+    "The files of locks, by how the processes ended that held them."
+    folder = tmp_path_factory.mktemp('ended')
+    for i in range(len(ENDS)):
+        (folder / str(i)).mkdir()
+    env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    subprocess.run([sys.executable, '-c', PROGRAM, str(folder), *ENDS], env=env, capture_output=True, timeout=100)
+    return {end: folder / str(i) / '.model.lock' for i, end in enumerate(ENDS)}
+
+
+@pytest.mark.parametrize('end,left', ENDS.items())
+def test_a_process_gives_the_name_back_when_it_ends(ended, end, left):
+    file = ended[end]
+    assert file.exists() == left
+    assert os.listdir(file.parent) == [file.name] * left
     Lock(file).acquire()
 
 

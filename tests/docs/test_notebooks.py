@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat, pytest
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 
-from notebooks import client_for
+from notebooks import LIMIT, client_for
 
 # for the kernel: torch looks up the name of each peer, and the groups there wait 4 s
 os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
@@ -45,6 +45,7 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.begins_early
+@pytest.mark.timeout(LIMIT + 20)
 @each_notebook
 def test_a_notebook_runs_from_the_first_cell_to_the_last(file, tmp_path):
     nb = nbformat.read(file, as_version=4)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from fastai.data.load import DataLoader
 
-from fastai_ddp_callbacks import DDPSaveModelCallback, barrier, ddp_ctx, rank
+from fastai_ddp_callbacks import DDPSaveModelCallback, barrier, ddp_ctx, rank, run_on_main
 from learners import digest, learner
 from ranks import report, run, values
 
@@ -281,3 +281,13 @@ def test_the_time_limit_of_a_group_made_here_can_be_given(tmp_path):
             return dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds()
 
     assert values(run(scenario, 2, group=False)) == [77, 77]
+
+
+@pytest.mark.parametrize('call', ['fit', 'validate'])
+def test_what_needs_all_ranks_is_refused_on_one_of_them(tmp_path, call):
+    def scenario():
+        with ddp_ctx(learner(tmp_path)) as learn:
+            run_on_main(lambda: learn.fit(1) if call == 'fit' else learn.validate())
+
+    for o in run(scenario, 2):
+        assert f'learn.{call} is inside run_on_main' in str(o.error), report([o])

@@ -208,8 +208,9 @@ def test_an_evaluation_whose_beginning_raised_does_not_deafen_the_callbacks(tmp_
 
     class Tries(Callback):
         def after_epoch(self):
-            with pytest.raises(KeyError):
-                self.learn.validate(cbs=Broken())
+            if self.epoch == 0:
+                with pytest.raises(KeyError):
+                    self.learn.validate(cbs=Broken())
 
     saver = DDPSaveModelCallback()
     learner(tmp_path).fit(3, 0.01, cbs=[saver, Tries(), Records([3.0, 2.0, 1.0])])
