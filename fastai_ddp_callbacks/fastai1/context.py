@@ -111,7 +111,8 @@ class _DDPTrainer(FitCallback, DistributedTrainer):
 
     _whole: dict | None = None  # during a fit: the loaders of before
 
-    def on_epoch_begin(self, epoch, pbar=None, **kwargs):
+    def on_epoch_begin(self, epoch=0, pbar=None, **kwargs):
+        super().on_epoch_begin(pbar)
         if self._hears(pbar):
             self.train_sampler.set_epoch(epoch)
             self.shares.reset()

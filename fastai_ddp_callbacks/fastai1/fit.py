@@ -134,6 +134,15 @@ class FitCallback:
     ) -> None:
         "Once per fit, before its first epoch."
 
+    def on_epoch_begin(self, pbar=None, **kwargs):
+        "`RuntimeError` in a fit that nobody has announced: this callback would do nothing, and not report that either."
+        # `validate` has no progress bar, and `lr_find` has marked the one of its fit by now
+        if self._fit is None and pbar is not None and not getattr(pbar, 'clean_on_interrupt', False):
+            raise RuntimeError(
+                f'{type(self).__name__} takes part in fits that run by the function `fit` of fastai.basic_train: '
+                'import fastai_ddp_callbacks before that function is imported by name.'
+            )
+
     def metrics_of(
         self,
         metrics: list,  # of the fit: functions and callbacks

@@ -1,6 +1,7 @@
 "fastai 1: validation in which each sample counts once, and evaluations that callbacks call during a fit."
 
 import pytest, torch
+from fastai import basic_train
 from fastai.basics import DataBunch, DataLoader, Learner, TensorDataset, nn
 
 from fastai_ddp_callbacks import (
@@ -126,3 +127,12 @@ def test_a_fit_within_a_fit_and_lr_find_change_nothing_for_our_callbacks(tmp_pat
 
     zero, one = values(run(scenario, 2))
     assert zero == one and zero[1:] == (2, 'Sequential')
+
+
+def test_a_loop_of_which_our_callbacks_do_not_know_is_refused(tmp_path):
+    learn = learner(tmp_path)
+    learn.create_opt(0.1)
+    loop = basic_train.fit.__wrapped__  # as it is imported by name before this package is
+    for callback in (DDPSaveModelCallback(learn), DDPTerminateOnNaNCallback()):
+        with pytest.raises(RuntimeError, match='before that function is imported by name'):
+            loop(1, learn, callbacks=[basic_train.Recorder(learn), callback])

@@ -1,11 +1,11 @@
 "fastai 1: what is kept, under which names, and how it is written. Each on two ranks."
 
-import time, warnings
+import os, time, warnings
 from pathlib import Path
 
-import pytest
+import pytest, torch
 
-from fastai_ddp_callbacks import DDPResumeCallback, DDPSaveModelCallback, rank, read_metadata
+from fastai_ddp_callbacks import DDPReduceLROnPlateau, DDPResumeCallback, DDPSaveModelCallback, rank, read_metadata
 from learners1 import Hook, digest, fit, learner, mae
 from ranks import run, values
 
@@ -155,8 +155,6 @@ def test_a_resumed_fit_keeps_what_an_uninterrupted_one_keeps(tmp_path, backgroun
 
         def die(epoch, **_):
             if epoch == kill:
-                import os
-
                 os._exit(9)
 
         fit(
@@ -223,15 +221,48 @@ def test_nothing_is_left_on_the_learner_and_the_name_is_free_after_a_fit_that_ra
 
         for event in ('train_begin', 'batch_end', 'train_end'):
             saver = DDPSaveModelCallback(learn)
+            resume = DDPResumeCallback(learn)
             before = set(vars(learn)) | {'opt', 'recorder'}
             try:
-                fit(learn, saver, Hook(learn, event, boom, late=event == 'train_begin'), n=1)
+                fit(learn, saver, resume, Hook(learn, event, boom, late=event == 'train_begin'), n=1)
             except ValueError:
                 pass
             left = set(vars(learn)) - before - {'hook'}
             locks = [file.name for file in tmp_path.glob('models/.*lock*')]
-            if left or locks or '_fit' in vars(saver):
+            if left or locks or '_fit' in vars(saver) or '_fit' in vars(resume):
                 return event, left, locks
         return type(learn.model).__name__, 'dl' in vars(learn.data)
 
     assert values(run(scenario, 2)) == [('Sequential', False)] * 2
+
+
+def test_that_nothing_was_saved_is_reported_after_every_fit(tmp_path):
+    learn = learner(tmp_path)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('default')
+        for _ in range(3):
+            fit(learn, DDPSaveModelCallback(learn), n=1, values=[float('nan')])
+    assert sum('No model was saved' in str(warning.message) for warning in seen) == 3
+
+
+@pytest.mark.parametrize('opt', ['SGD', 'Adam', 'AdamW', 'RMSprop', 'Adagrad', 'NAdam', 'Adadelta', 'Rprop'])
+def test_any_optimizer_of_torch_is_saved_and_loaded_and_its_learning_rate_is_reduced(tmp_path, opt):
+    learn = learner(tmp_path)
+    learn.opt_func = getattr(torch.optim, opt)
+    states = []
+    plateau = DDPReduceLROnPlateau(learn, factor=0.1)
+    rates = []
+
+    def note(epoch, **_):
+        rates.append(learn.opt.lr)
+        states.append(_sum(learn.opt.state_dict()['state']))
+
+    fit(learn, DDPSaveModelCallback(learn), plateau, Hook(learn, 'epoch_end', note, late=True), n=2, values=[1.0, 2.0])
+    assert _sum(learn.opt.state_dict()['state']) == states[0]
+    assert rates == pytest.approx([0.1, 0.01])
+
+
+def _sum(state):
+    if isinstance(state, dict):
+        return sum(map(_sum, state.values()))
+    return float(state.sum()) if isinstance(state, torch.Tensor) else 0.0
