@@ -3,16 +3,12 @@
 from __future__ import annotations
 from typing import NoReturn
 
+from fastai.basics import store_attr
+
 from ..distributed import agree, all_or_none, print_on_main, run_on_main
 from ..errors import Preempted
 from ..training.earlier_fits import EarlierFits
-from ..training.resume_arguments import (
-    check_exit_status,
-    check_minutes,
-    check_name,
-    check_resume,
-    check_whole_number,
-)
+from ..training.resume_arguments import check_arguments
 from ..training.resume_files import ResumeFiles
 from ..training.save_schedule import SaveSchedule
 from .fit import FitCallback, running_fit
@@ -48,24 +44,10 @@ class DDPResumeCallback(FitCallback):
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
         exit_status: int = 0,  # exit status after a signal.
     ):
-        who = 'DDPResumeCallback'
-        check_resume(who, resume)
-        for name, value in dict(every_epoch=every_epoch, every_batches=every_batches).items():
-            if value is not None:
-                check_whole_number(who, name, value)
-        if every_minutes is not None:
-            check_minutes(who, 'every_minutes', every_minutes)
-        check_whole_number(who, 'keep', keep)
-        check_name(who, 'fname', fname)
-        check_exit_status(who, 'exit_status', exit_status)
-        self.every_epoch = every_epoch
-        self.every_batches = every_batches
-        self.every_minutes = every_minutes
-        self.keep = keep
-        self.fname = fname
-        self.resume = resume
-        self.background = background
-        self.exit_status = exit_status
+        check_arguments(
+            'DDPResumeCallback', resume, fname, exit_status, keep, every_epoch, every_batches, every_minutes
+        )
+        store_attr('every_epoch,every_batches,every_minutes,keep,fname,resume,background,exit_status')
 
     def __getstate__(self):
         return dict(vars(self), _current=None)  # a copy is in no fit

@@ -51,12 +51,11 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         on_error: str = 'raise',  # when rank 0 cannot write: 'raise' on all ranks, or 'warn' and continue training.
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
     ):
-        files: dict[str, Any] = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
-        kept: dict[str, Any] = dict(keep_best=keep_best, keep_last=keep_last, last=last)
-        kept.update(on_error=on_error, background=background)
-        SavePolicy(**files, **kept).check('DDPSaveModelCallback')
-        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **files)
-        self.__dict__.update(kept)
+        policy = SavePolicy(fname, every_epoch, at_end, with_opt, keep_best, keep_last, last, on_error, background)
+        policy.check('DDPSaveModelCallback')
+        stock = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
+        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **stock)
+        self.__dict__.update(vars(policy))
 
     @property
     def policy(self) -> SavePolicy:
