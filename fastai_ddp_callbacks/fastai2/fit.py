@@ -30,6 +30,7 @@ class Fit(ExitStack):
         self.announced = False  # whether its `before_fit` is being sent, or has been
         self.ignored = hasattr(learn, 'lr_finder')  # `lr_find` trains and throws the result away: nothing to follow
         self.first_epoch = 0  # epochs before it are passed over, without an event
+        self.starts_over = False  # whether there was nothing to resume, although it would have been
         self.agreed: dict = {}  # (monitor, reduce) -> the value of this epoch, which all trackers share
         self.trained = False  # whether any batch was to be trained yet
         self.completed: set = set()  # parts of this epoch that ran and were not cancelled: 'train', 'validate'

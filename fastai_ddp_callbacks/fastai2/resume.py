@@ -70,6 +70,7 @@ class DDPResumeCallback(FitCallback):
         found = run_on_main(find, (current, self.resume))
         if found:
             restore(current, found)
+        fit.starts_over = not found and self.resume != 'never'
         fit.enter_context(current.watch)
 
     # -- in the fit

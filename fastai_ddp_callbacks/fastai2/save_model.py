@@ -65,13 +65,12 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     @property
     def best_paths(self) -> list[Path]:
         "The kept models that have a value, the best first."
-        return [Path(saved.path) for saved in self._saver.store.ranked()] if self._saver else []
+        return self._saver.best_paths if self._saver else []
 
     @property
     def best_path(self) -> Path | None:
         "The best model."
-        best = self._saver.store.best if self._saver else None
-        return Path(best.path) if best else None
+        return self._saver.best_path if self._saver else None
 
     # -- the beginning of a fit
 
@@ -89,7 +88,8 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                 continued = None
                 self._saver = Saver(policy, self._tracker, self._folder, sum(self._columns(), []))
         fit.callback(self._saver.release)
-        self._saver.prepare(self._size_on_main, self.learn.n_epoch, state, again=continued is not None)
+        again = continued is not None
+        self._saver.prepare(self._size_on_main, self.learn.n_epoch, state, again, takes_over=fit.starts_over)
         self._continues = state is not None
         if state is None:
             self.last_saved_path = None  # loggers take it for this fit's

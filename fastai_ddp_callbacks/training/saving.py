@@ -35,6 +35,15 @@ class Saver(SaverOnMain):
         self.tracker = tracker
         self.last_path: Path | None = None  # of what was saved last, and is durable
 
+    @property
+    def best_path(self) -> Path | None:
+        best = self.store.best
+        return Path(best.path) if best else None
+
+    @property
+    def best_paths(self) -> list[Path]:
+        return [Path(saved.path) for saved in self.store.ranked()]
+
     def saves_to(
         self,
         policy: SavePolicy,
@@ -49,10 +58,12 @@ class Saver(SaverOnMain):
         epochs: int,  # of the fit
         state: dict | None = None,  # of a run that was interrupted, to be continued
         again: bool = False,  # whether an earlier fit has saved here, and this one continues its list
+        takes_over: bool = False,  # whether the files of a run that was killed before it could be resumed are its own
     ) -> None:
         "Reserve the name on rank 0, and bring the list of files in step with the disk. Raises as `Store.prepare`."
-        files, best = run_on_main(self._prepare, (size, epochs, state, again))
+        files, best, run, repeated = run_on_main(self._prepare, (size, epochs, state, again, takes_over))
         self.due = []
+        self.store.run, self.store.again = run, repeated
         if state:
             self._resume(state, files)
         elif again:  # rank 0 knows what is on disk, however the earlier fit has ended
