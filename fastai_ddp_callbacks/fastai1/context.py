@@ -141,7 +141,7 @@ def ddp_ctx(
     learn: Learner,  # the `Learner` to train; its data say whether on GPUs (each rank on its own) or on the CPU
     **kwargs,  # for `DistributedDataParallel`
 ) -> Iterator[Learner]:
-    """Adapt a learner to DistributedDataParallel, as `learn.to_distributed(gpu)` does; on the CPU and with one rank too.
+    """Adapt a learner to DistributedDataParallel, as `learn.to_distributed(gpu)` does; also on the CPU, with one rank.
 
     Uses the default process group, or makes it where a launcher has set its variables. Whatever is raised inside is
     reported to the other ranks, and the learner is restored: model, data loaders and callbacks."""

@@ -21,6 +21,8 @@ from .resumed_fit import Epoch, ResumableFit
 
 __all__ = ['DDPResumeCallback']
 
+_CUT = 'DDPResumeCallback: stopped within epoch {}. Started again, the fit is resumed from what was saved before.'
+
 
 class DDPResumeCallback(FitCallback):
     """Saves all that a fit needs to be resumed, and resumes it when a fit that was killed is started again.
@@ -44,9 +46,8 @@ class DDPResumeCallback(FitCallback):
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
         exit_status: int = 0,  # exit status after a signal.
     ):
-        check_arguments(
-            'DDPResumeCallback', resume, fname, exit_status, keep, every_epoch, every_batches, every_minutes
-        )
+        every = every_epoch, every_batches, every_minutes
+        check_arguments('DDPResumeCallback', resume, fname, exit_status, keep, *every)
         store_attr('every_epoch,every_batches,every_minutes,keep,fname,resume,background,exit_status')
 
     def __getstate__(self):
@@ -143,10 +144,7 @@ class DDPResumeCallback(FitCallback):
         if len(current.rows) < len(self.recorder.values):
             current.rows.append([recorded(value) for value in self.recorder.log])  # early stopping came first
         if current.was_cut:
-            print_on_main(
-                f'DDPResumeCallback: stopped within epoch {self.epoch}. Started again, the fit is resumed from what '
-                'was saved before.'
-            )
+            print_on_main(_CUT.format(self.epoch))
             run_on_main(wait_for_write, (current,))  # all ranks leave the fit together, and know if that has failed
         elif not current.was_finished:
             self._save(self.n_epoch, finished=True)
@@ -157,8 +155,6 @@ class DDPResumeCallback(FitCallback):
             self._earlier = self._earlier.and_this(self.learn, self.fname, run, epochs, current.was_finished)
         if exits:
             self._exit_preempted()
-
-    # -- saving and exiting
 
     def _save(self, epoch, batch=0, finished=False):
         "Whether a signal has asked any rank to exit."

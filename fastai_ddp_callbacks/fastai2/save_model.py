@@ -45,8 +45,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         reset_on_fit: bool = True,  # before model fitting, reset the best value to the worst possible one.
         reduce: str = 'mean',  # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
         keep_best: int | None = None,  # how many of the best models of the fit to keep; the best is loaded at the end.
-        keep_last: int
-        | None = None,  # how many of the newest to keep too; saves every epoch, or as `every_epoch` says.
+        keep_last: int | None = None,  # how many of the newest models to keep too; every epoch is saved.
         last: str | None = None,  # another name that the newest model always has, as 'last'; saves every epoch.
         on_error: str = 'raise',  # when rank 0 cannot write: 'raise' on all ranks, or 'warn' and continue training.
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
@@ -88,8 +87,9 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                 continued = None
                 self._saver = Saver(policy, self._tracker, self._folder, sum(self._columns(), []))
         fit.callback(self._saver.release)
-        again = continued is not None
-        self._saver.prepare(self._size_on_main, self.learn.n_epoch, state, again, takes_over=fit.starts_over)
+        path, who = self._folder / f'{self.fname}.pth', type(self).__name__
+        size = partial(checked_size, self.learn.model, path, who, self.with_opt)
+        self._saver.prepare(size, self.learn.n_epoch, state, bool(continued), takes_over=fit.starts_over)
         self._continues = state is not None
         if state is None:
             self.last_saved_path = None  # loggers take it for this fit's
@@ -97,9 +97,6 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     @property
     def _folder(self):
         return (self.learn.path / self.learn.model_dir).absolute()
-
-    def _size_on_main(self):
-        return checked_size(self.learn.model, self._folder / f'{self.fname}.pth', type(self).__name__, self.with_opt)
 
     def state_dict(self) -> dict:
         state = super().state_dict()
@@ -114,8 +111,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if 'run' not in state:
             self._resumed = None
             return
-        if state.get('finished'):
-            self._finished = state
+        self._finished = state if state.get('finished') else None
         self.last_saved_path = self._folder / state['last_saved'] if state['last_saved'] else None
 
     # -- epochs
