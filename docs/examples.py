@@ -26,14 +26,14 @@ def ddp_ctx():
 def DDPTrackerCallback():
     from fastai_ddp_callbacks import DDPTrackerCallback, ddp_ctx
 
-    class Tell(DDPTrackerCallback):
+    class Report(DDPTrackerCallback):
         def after_epoch(self):
             super().after_epoch()
             if self.new_best:
                 print(f'epoch {self.epoch}: {self.best}')  # on all ranks in the same epochs
 
     with ddp_ctx(learn):
-        learn.fit(2, cbs=Tell(monitor='accuracy'))
+        learn.fit(2, cbs=Report(monitor='accuracy'))
 
 
 @two
@@ -80,12 +80,12 @@ def DDPStopCallback():
     class OutOfTime(Callback):
         def after_batch(self):
             if rank() == 1 and self.iter == 2:
-                self.learn.ddp_stop.ask('my time is over')
+                self.learn.ddp_stop.ask('out of time')
 
     stop = DDPStopCallback()
     with ddp_ctx(learn):
         learn.fit(100, cbs=[stop, OutOfTime()])
-    assert stop.reason == 'my time is over'  # on all ranks
+    assert stop.reason == 'out of time'  # on all ranks
 
 
 @two
@@ -93,7 +93,7 @@ def DDPResumeCallback():
     from fastai_ddp_callbacks import DDPResumeCallback, ddp_ctx
 
     with ddp_ctx(learn):
-        learn.fit_one_cycle(2, cbs=DDPResumeCallback(every_epoch=1))  # run it again after a kill, and it goes on
+        learn.fit_one_cycle(2, cbs=DDPResumeCallback(every_epoch=1))  # run it again after a kill, and it resumes
 
 
 def patch():
@@ -536,4 +536,4 @@ def Preempted():
         learn.fit(3, cbs=[Signal(), DDPResumeCallback(exit_status=3)])
     except Preempted as e:
         assert e.code == 3
-    learn.fit(3, cbs=DDPResumeCallback())  # goes on
+    learn.fit(3, cbs=DDPResumeCallback())  # resumes

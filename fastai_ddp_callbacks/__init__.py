@@ -33,14 +33,14 @@ _FASTAI2 = dict(
     ddp_ctx='fastai2.context',
 )
 _FASTAI1 = dict(
-    DDPTrackerCallback='fastai1.callbacks',
-    DDPEarlyStoppingCallback='fastai1.callbacks',
-    DDPReduceLROnPlateau='fastai1.callbacks',
-    DDPReduceLROnPlateauCallback='fastai1.callbacks',
-    DDPSaveModelCallback='fastai1.callbacks',
-    DDPTerminateOnNaNCallback='fastai1.callbacks',
+    DDPTrackerCallback='fastai1.tracker',
+    DDPEarlyStoppingCallback='fastai1.tracker',
+    DDPReduceLROnPlateau='fastai1.tracker',
+    DDPReduceLROnPlateauCallback='fastai1.tracker',
+    DDPSaveModelCallback='fastai1.save_model',
+    DDPTerminateOnNaNCallback='fastai1.stop',
     DDPResumeCallback='fastai1.resume',
-    ddp_ctx='fastai1.callbacks',
+    ddp_ctx='fastai1.context',
 )
 _callbacks = {**(_FASTAI1 if fastai_line() == 1 else _FASTAI2), **_BOTH}
 

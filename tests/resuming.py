@@ -13,6 +13,7 @@ from fastai.callback.schedule import fine_tune, fit_flat_cos, fit_one_cycle  # n
 
 from fastai_ddp_callbacks import ddp_ctx, rank
 from fastai_ddp_callbacks.fastai2 import resume
+from fastai_ddp_callbacks.training import save_schedule
 from fastai_ddp_callbacks.errors import Preempted, RankFailedError
 from learners import digest
 from ranks import report, run, values
@@ -188,7 +189,7 @@ class Clock(Callback):
         self.seconds = seconds
 
     def before_fit(self):
-        resume.time = SimpleNamespace(
+        save_schedule.time = SimpleNamespace(
             monotonic=lambda: 1e6 * rank() + self.seconds[rank()] * getattr(self.learn, 'train_iter', 0)
         )
 
@@ -200,9 +201,9 @@ class Saves(resume.DDPResumeCallback):
         super().__init__(*args, **kwargs)
         self.saves = []
 
-    def _save(self, epoch, batch, *args, **kwargs):
+    def _save(self, epoch, batch=0, **kwargs):
         self.saves.append((epoch, batch))
-        return super()._save(epoch, batch, *args, **kwargs)
+        return super()._save(epoch, batch, **kwargs)
 
 
 # -- fits, and what they came to
@@ -211,7 +212,7 @@ class Saves(resume.DDPResumeCallback):
 def train(path, *cbs, fit='fit_one_cycle', n=4, data={}, look=None, **kwargs):
     "Fit on one rank, going on with what is there, and tell what it came to."
     if look is not None:
-        resume._LOOK = look
+        save_schedule._INTERVAL = look
     learn, cb = learner(path, **data), Saves(**kwargs)
     with warnings.catch_warnings(record=True) as seen, ddp_ctx(learn):
         warnings.simplefilter('always')
@@ -219,7 +220,7 @@ def train(path, *cbs, fit='fit_one_cycle', n=4, data={}, look=None, **kwargs):
     return dict(
         outcome(learn, cbs),
         saves=cb.saves,
-        warnings=[str(o.message) for o in seen if 'fastai_ddp' in o.filename or 'resume' in str(o.message)],
+        warnings=[str(warning.message) for warning in seen if warning.category is UserWarning],
     )
 
 
@@ -234,9 +235,18 @@ def outcome(learn, cbs=()):
         lrs=list(map(float, rec.lrs)),
         iters=list(rec.iters),
         hps={k: list(map(float, v)) for k, v in getattr(rec, 'hps', {}).items()},
-        state=[{k: vars(o)[k] for k in ('best', 'wait', 'n') if k in vars(o)} for o in cbs],
+        state=[_counted(cb) for cb in cbs],
         draw=(random.random(), float(np.random.rand()), float(torch.rand(1))),
     )
+
+
+def _counted(cb):
+    "What a callback counts, as far as it does."
+    return {
+        k: getattr(cb, k)
+        for k in ('best', 'wait', 'n')
+        if k in vars(cb) or isinstance(getattr(type(cb), k, None), property)
+    }
 
 
 def start(world_size, path, *cbs, timeout=60, **kwargs):

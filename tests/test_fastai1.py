@@ -36,6 +36,7 @@ def install(folder):
 PARTS = [
     ['test_demo1.py'],
     ['test_resume1.py', 'test_patch1.py'],
+    ['test_keep1.py', 'test_evaluation1.py'],
     ['test_context1.py', 'test_save_model1.py', 'test_trackers1.py'],
 ]
 

@@ -11,7 +11,7 @@ PACKAGE = Path(fastai_ddp_callbacks.__file__).parent
 FILES = sorted(PACKAGE.rglob('*.py'))
 # from the ground up; those of one floor may import each other where FRIENDS says so
 FLOORS = [
-    {'errors', 'process', 'installed', 'notice'},
+    {'errors', 'process', 'installed', 'notice', 'signals'},
     {'distributed', 'checkpoint'},
     {'training', 'timeline'},
     {'fastai1', 'fastai2'},
@@ -20,7 +20,17 @@ FLOORS = [
     {'cli', 'patch'},
 ]
 FRIENDS = {('demo', 'commands')}
-WITHOUT_FASTAI = {'errors', 'process', 'installed', 'notice', 'distributed', 'checkpoint', 'training', 'timeline'}
+WITHOUT_FASTAI = {
+    'errors',
+    'process',
+    'installed',
+    'notice',
+    'signals',
+    'distributed',
+    'checkpoint',
+    'training',
+    'timeline',
+}
 
 
 def module_of(path):

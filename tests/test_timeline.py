@@ -108,7 +108,18 @@ def test_the_table_tells_who_waited_how_long_for_whom_and_is_the_same_on_all_ran
 
     a, b, c = values(run(scenario, 3))
     pd.testing.assert_frame_equal(a, b), pd.testing.assert_frame_equal(a, c)
-    assert list(a.columns) == ['name', 'where', 'begin', 'end', 'straggler', 'waited', 'rank 0', 'rank 1', 'rank 2']
+    assert list(a.columns) == [
+        'name',
+        'where',
+        'kind',
+        'begin',
+        'end',
+        'straggler',
+        'waited',
+        'rank 0',
+        'rank 1',
+        'rank 2',
+    ]
     assert list(a.name[:3]) == ["barrier('begin')", "barrier('middle')", "agree('loss of epoch 0', how='mean')"]
     assert a.name[3].startswith('run_on_main(write) at test_timeline.py:') and a['where'][0].startswith(
         'test_timeline.py:'
@@ -134,7 +145,16 @@ def test_clocks_that_differ_change_nothing(r, ahead):
 
 def test_in_one_process_the_table_is_empty():
     table = timeline()
-    assert len(table) == 0 and list(table.columns) == ['name', 'where', 'begin', 'end', 'straggler', 'waited', 'rank 0']
+    assert len(table) == 0 and list(table.columns) == [
+        'name',
+        'where',
+        'kind',
+        'begin',
+        'end',
+        'straggler',
+        'waited',
+        'rank 0',
+    ]
     assert len(waits_by_name(table)) == 0 and waits_by_rank(table).to_numpy().sum() == 0
 
 
@@ -169,12 +189,13 @@ def some_table(n=4, epochs=5, seed=0):
     "A fit in which rank 1 is slow and rank 0 saves."
     draw, rows, now = random.Random(seed), [], 0.0
 
-    def meet(name, seconds):
+    def meet(name, seconds, kind='wait'):
         came = np.array([now + o for o in seconds])
         rows.append(
             (
                 name,
                 'tracker.py:109',
+                kind,
                 came.min(),
                 came.max(),
                 int(came.argmax()),
@@ -189,16 +210,19 @@ def some_table(n=4, epochs=5, seed=0):
         now = meet(
             f"agree('valid_loss of epoch {e}', how='mean')", [10 + draw.random() + 2 * (r == 1) for r in range(n)]
         )
-        now = meet('run_on_main(Saver._write) at save_model.py:188', [3.0] + [0.0] * (n - 1))
+        now = meet('run_on_main(Saver._write) at save_model.py:188', [3.0] + [0.0] * (n - 1), 'save')
     now = meet(
         "all_or_none('before loading /a/folder/of/a/name/that/goes/on/model.pth')",
         [1.0 + draw.random() for _ in range(n)],
+        'load',
     )
     now = meet(
-        "all_or_none('load /a/folder/of/a/name/that/goes/on/model.pth')", [0.5 + draw.random() for _ in range(n)]
+        "all_or_none('load /a/folder/of/a/name/that/goes/on/model.pth')",
+        [0.5 + draw.random() for _ in range(n)],
+        'load',
     )
     return pd.DataFrame(
-        rows, columns=['name', 'where', 'begin', 'end', 'straggler', 'waited', *(f'rank {r}' for r in range(n))]
+        rows, columns=['name', 'where', 'kind', 'begin', 'end', 'straggler', 'waited', *(f'rank {r}' for r in range(n))]
     )
 
 
@@ -360,7 +384,7 @@ def test_the_picture_has_a_row_for_each_rank_and_no_text_over_another(n, tmp_pat
     assert all(ink(figure, o) > 200 for o in picture._COLOURS.values())
 
 
-def test_what_each_rank_did_follows_from_the_names():
+def test_what_each_rank_did_follows_from_what_the_rendezvous_are_for():
     table = some_table(3, epochs=1)
     bars = picture._bars(table)
     write, load = table.loc[2], table.loc[4]
@@ -472,7 +496,7 @@ def test_with_any_of_our_callbacks_learners_have_a_timeline():
     command = [sys.executable, '-c', IMPORT_ONE]
     said = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=100)
     for name in 'DDPSaveModelCallback', 'DDPStopCallback', 'DDPResumeCallback':
-        assert f'{name} The table of `timeline()`' in said.stdout, said.stderr
+        assert f'{name} The table of `timeline()`: which rank waited' in said.stdout, said.stderr
 
 
 def test_a_fit_with_a_slow_rank_and_a_slow_save_shows_both_and_the_learner_knows(tmp_path):

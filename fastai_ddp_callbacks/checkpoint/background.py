@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch.nn.parameter import is_lazy
 
+from ..signals import handle
 from .state import tensors_of, tree_map
 
 __all__ = ['Writer']
@@ -173,36 +174,18 @@ def _identity(t):
 
 # -- SIGTERM, which waits until all writers have ended
 
-_writing: list[threading.Thread] = []
-_before: list = []  # the handler of SIGTERM that was there before the first of them
+_writing: dict[threading.Thread, Callable[[], None]] = {}  # what gives each one's handler back
 
 
 def _wait_at_sigterm(thread):
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None:
-        return  # none of Python's
-    _writing.append(thread)
-    if not _before:
-        _before.append(signal.signal(signal.SIGTERM, _wait_first))
-
-
-def _wait_first(number, frame):
-    for thread in tuple(_writing):
+    def wait_first(number, frame, earlier):
         thread.join()
-    _writing.clear()
-    _restore_sigterm()
-    signal.raise_signal(signal.SIGTERM)
+        return False  # then the one below reacts
+
+    _writing[thread] = handle(signal.SIGTERM, wait_first)
 
 
 def _forget(thread):
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if thread in _writing:
-        _writing.remove(thread)
-    if not _writing:
-        _restore_sigterm()
-
-
-def _restore_sigterm():
-    before = _before.pop() if _before else None
-    if before is not None and signal.getsignal(signal.SIGTERM) is _wait_first:
-        signal.signal(signal.SIGTERM, before)
+    release = _writing.pop(thread, None)
+    if release:
+        release()

@@ -14,7 +14,7 @@ from torch import nn
 
 from .notes import LOADED, TRAINED
 from .race import FNAME, digits
-from ..fastai1.callbacks import DDPSaveModelCallback, ddp_ctx
+from ..fastai1 import DDPSaveModelCallback, ddp_ctx
 
 __all__ = ['train']
 
@@ -34,7 +34,7 @@ def train(
 
 class Ours(DDPSaveModelCallback):
     def __init__(self, learn, race):
-        super().__init__(learn, monitor='score', name=FNAME)
+        super().__init__(learn, monitor='score', mode='max', name=FNAME)
         self.race = race
 
     def _write(self, *args):

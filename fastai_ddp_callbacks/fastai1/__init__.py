@@ -1,4 +1,7 @@
 "The callbacks for fastai 1.0.60 and 1.0.61."
 
-from .callbacks import *
-from .callbacks import __all__ as __all__
+from .context import *
+from .resume import *
+from .save_model import *
+from .stop import *
+from .tracker import *

@@ -1,256 +1,176 @@
-"fastai 1: a fit that was killed goes on after the last epoch that it has saved."
+"fastai 1: a fit that was interrupted is resumed after the last epoch that it has saved."
 
 from __future__ import annotations
-import sys
 from importlib.metadata import version
-from numbers import Integral
+from typing import Any
 
-import numpy as np, torch
-from fastai.basic_train import LearnerCallback
-from fastai.callback import CallbackHandler
-from fastai.callbacks.general_sched import GeneralScheduler
-from fastai.callbacks.one_cycle import OneCycleScheduler
+import torch
+from fastai.basic_train import Learner, LearnerCallback
 
-from ..distributed import all_gather, rank, run_on_main, print_on_main, all_or_none, world_size
-from .callbacks import DDPTrackerCallback, _handled, _is_fit
+from ..checkpoint.state import model_state, size_of, to_builtin
+from ..distributed import all_gather, all_or_none, print_on_main, rank, run_on_main, world_size
 from ..training.random_state import random_state, restore_random
-from ..training.resume_files import EarlierFits, ResumeFiles, load, callback_keys, is_stateful, progress
-from ..checkpoint.state import model_state, to_builtin, size_of
+from ..training.earlier_fits import EarlierFits
+from ..training.resume_arguments import check_name, check_resume, check_whole_number
+from ..training.resume_files import ResumeFiles, callback_keys, is_stateful, load, progress
+from .fit import FitCallback
+from .fit_plan import check_plan, fit_plan, has_schedule
+from .tracker import DDPTrackerCallback
 
 __all__ = ['DDPResumeCallback']
 
-_HISTORY = 'losses', 'lrs', 'moms', 'val_losses', 'metrics', 'nb_batches'  # of the Recorder
-_LENGTHS = 'lengths of phases'  # in batches, so that they may differ with the number of ranks
+_HISTORY = ('losses', 'lrs', 'moms', 'val_losses', 'metrics', 'nb_batches')  # of the Recorder
 
 
-class DDPResumeCallback(LearnerCallback):
-    """Saves all that a fit needs to go on after each epoch, and goes on by itself when the fit that was killed is started again.
+class DDPResumeCallback(FitCallback, LearnerCallback):
+    """Saves all that a fit needs to be resumed, after each epoch, and resumes it when the script is run again.
 
-    On the CPU, with as many ranks and loaders without workers, the weights at the end are then the same to the bit. The table
-    on the screen begins where it goes on, the smoothed training loss begins anew, and the Recorder's history is
-    whole, and rank 0's. The learner numbers its fits, so that each has files of its own, with one callback or a new one for each.
-    Errors are those of the callback for fastai 2; there is nothing here for the middle of an epoch, nor for signals."""
+    On the CPU, with as many ranks and loaders without workers, the weights at the end are the same to the bit. The
+    Recorder's history is whole, and rank 0's; its table and the smoothed training loss begin at the epoch of the
+    resumption. The learner numbers its fits, so that each has files of its own. `ValueError` if the files belong to
+    another kind of fit; `CheckpointError` if there are none and `resume='must'`."""
 
     _order = 90  # after all that is to be saved has seen the epoch
+    _files: Any = None  # the `ResumeFiles` of the fit
+    _plan: dict = {}
+    _earlier: Any = None  # the `EarlierFits` of the learner
+    _is_finished = False  # whether the fit was found finished
+    _is_cut = False  # whether it was stopped inside an epoch
 
     def __init__(
         self,
-        learn,  # the `Learner`
-        every_epoch=1,  # save after so many epochs
-        keep=2,  # how many of the newest to keep
-        name='resume',  # first part of the files' names, in `learn.path/learn.model_dir`
-        resume='auto',  # 'auto': go on if there is something to go on with; 'must': and fail if not; 'never': start anew
+        learn: Learner,  # the `Learner`
+        every_epoch: int = 1,  # save after so many epochs
+        keep: int = 2,  # how many of the newest to keep
+        name: str = 'resume',  # first part of the files' names, in `learn.path/learn.model_dir`
+        resume: str = 'auto',  # 'auto': if there is something to resume; 'must': fail if not; 'never': from scratch
     ):
-        if resume not in ('auto', 'must', 'never'):
-            raise ValueError(f"DDPResumeCallback(resume={resume!r}): choose 'auto', 'must' or 'never'.")
-        for k, v in dict(every_epoch=every_epoch, keep=keep).items():
-            if not isinstance(v, Integral) or v < 1:
-                raise ValueError(f'DDPResumeCallback({k}={v!r}): a whole number above 0 is needed.')
-        if not name or set('{}') & set(str(name)):
-            raise ValueError(f'DDPResumeCallback(name={name!r}): a name without braces is needed.')
+        who = type(self).__name__
+        check_resume(who, resume)
+        check_whole_number(who, 'every_epoch', every_epoch)
+        check_whole_number(who, 'keep', keep)
+        check_name(who, 'name', name)
         super().__init__(learn)
-        self.every_epoch, self.keep, self.name, self.resume, self._files, self._callbacks = (
-            every_epoch,
-            keep,
-            name,
-            resume,
-            None,
-            [],
-        )
+        self.every_epoch = every_epoch
+        self.keep = keep
+        self.name = name
+        self.resume = resume
+        self.exclude += ['_fit', '_files', '_earlier', '_plan']
+
+    # -- the beginning of a fit
 
     def on_train_begin(self, pbar=None, n_epochs=0, **kwargs):
-        "Go on, if there is something to go on with."
-        if not _is_fit(pbar):
+        "Look for a file to resume from. Gives the epoch and the iteration at which the fit is to begin."
+        if not self._hears(pbar):
             return
-        self._before, self._n_epochs, self._finished, self._cut, self._callbacks = (
-            _handled(),
-            n_epochs,
-            False,
-            False,
-            _callbacks_of_fit(),
-        )
-        self._earlier = EarlierFits.of(self.learn, self.name)  # the learner counts, as each fit may have a new callback
+        fit: Any = self._fit
+        self._is_finished = self._is_cut = False
+        self._earlier = EarlierFits.of(self.learn, self.name)
         self._files = ResumeFiles(self.learn.path / self.learn.model_dir, self._earlier.name(self.name), self.keep)
+        fit.callback(self._release)
+        self._plan = fit_plan(self.learn.opt, fit.callbacks)
         size = size_of([self.learn.model.state_dict(), self.learn.opt.state_dict()])
-        scheduled = any(isinstance(o, (OneCycleScheduler, GeneralScheduler)) for o in self._callbacks)
-        self._plan = _plan(self.learn.opt, self._callbacks)
-        try:
-            found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume, self._earlier))
-            if found:
-                return self._go_on(pbar, *found)
-        except BaseException:  # no other event tells that this fit is over
-            self._leave()
-            raise
+        scheduled = has_schedule(fit.callbacks)
+        found = run_on_main(self._files.find, (size, n_epochs, scheduled, self.resume, self._earlier))
+        if found:
+            return self._restore(fit, *found)
 
-    def _go_on(self, pbar, path, checksum, meta):
-        kept = load(self.learn.model, path, checksum, lambda rest: self._check_kind(path, rest['training']))
-        state, self._finished = kept['training'], meta['finished']
+    def _restore(self, fit, path, checksum, meta):
+        kept = load(self.learn.model, path, checksum, lambda rest: self._check_plan(fit, path, rest['training']))
+        state = kept['training']
+        self._is_finished = meta['finished']
         with all_or_none(f'resume from {path}'):
-            self.learn.opt.load_state_dict(kept['opt'])
-            self.learn.opt.lr = self.learn.opt.read_val('lr')
-            for k in _HISTORY:
-                setattr(self.learn.recorder, k, list(state['recorder'][k]))
-            for k, cb in self._offering():
-                if k in state['callbacks']:
-                    cb.load_state_dict(state['callbacks'][k])
-            if rank() < len(state['ranks']):
-                restore_random(state['ranks'][rank()])
-        over = self._finished or state['stopped'] or meta['epoch'] >= self._n_epochs
-        print_on_main(f'{path}: going on after {progress(meta)}' + (', with nothing left to train.' if over else '.'))
+            self._restore_rest(fit, state, kept['opt'])
+        is_over = self._is_finished or state['stopped'] or meta['epoch'] >= fit.n_epochs
+        print_on_main(
+            f'{path}: resuming after {progress(meta)}' + (', with nothing left to train.' if is_over else '.')
+        )
         if world_size() != len(state['ranks']):
             print_on_main(
-                f'{path} was saved by {len(state["ranks"])} ranks, and goes on with {world_size()}: not as a fit that was not interrupted.',
+                f'{path} was saved by {len(state["ranks"])} ranks and is resumed by {world_size()}: the result will '
+                'differ from an uninterrupted run.',
                 warn=True,
             )
-        epoch = (
-            0 if self._finished else meta['epoch']
-        )  # from 0 no schedule jumps: at the end the hyperparameters are those of the best epoch
-        if over:
-            pbar.main_bar.gen, pbar.main_bar.total = [], epoch  # a bar with nothing to come would still give one epoch
-        if over and not self._finished:  # it was killed before its end, to which trackers come that have begun
-            for cb in self._callbacks:
-                if isinstance(cb, DDPTrackerCallback):
-                    cb.on_epoch_begin(pbar=pbar, n_epochs=self._n_epochs)
+        # from epoch 0 no schedule jumps: a finished fit has the hyperparameters of its best epoch
+        epoch = 0 if self._is_finished else meta['epoch']
+        if is_over:  # a bar with nothing to come would still give one epoch
+            fit.pbar.main_bar.gen = []
+            fit.pbar.main_bar.total = epoch
         return {'epoch': epoch, 'iteration': meta['iteration']}
 
-    def _check_kind(self, path, state):
+    def _restore_rest(self, fit, state, opt):
+        "What is neither the model nor common to all fits."
+        self.learn.opt.load_state_dict(opt)
+        self.learn.opt.lr = self.learn.opt.read_val('lr')
+        for name in _HISTORY:
+            setattr(fit.recorder, name, list(state['recorder'][name]))
+        for key, cb in self._stateful(fit):
+            if key not in state['callbacks']:
+                continue
+            own = state['callbacks'][key]
+            is_tracker = isinstance(cb, DDPTrackerCallback)
+            cb.load_state_dict(dict(own, finished=True) if is_tracker and self._is_finished else own)
+        if rank() < len(state['ranks']):
+            restore_random(state['ranks'][rank()])
+
+    def _check_plan(self, fit, path, state):
         "`ValueError` if it is not the state of a fit of this kind; nothing is changed yet."
-        was, now = state.get('plan', {}), self._plan
-        differ = [
-            k
-            for k in {**was, **now}
-            if was.get(k) != now.get(k) and (k != _LENGTHS or world_size() == len(state['ranks']))
-        ]
-        if differ:
-            raise ValueError(
-                f'{path} is of a fit of another kind: '
-                + '; '.join(f'{k} was {was.get(k, "none")} and is {now.get(k, "none")}' for k in differ[:3])
-                + ". Give this fit another name, or resume='never' to start anew."
-            )
-        for k, cb in self._offering():
-            if isinstance(cb, DDPTrackerCallback) and k in state['callbacks']:
-                cb.check_state(state['callbacks'][k])
+        check_plan(path, state.get('plan', {}), self._plan, world_size() == len(state['ranks']))
+        for key, cb in self._stateful(fit):
+            if isinstance(cb, DDPTrackerCallback) and key in state['callbacks']:
+                cb.check_state(state['callbacks'][key])
+
+    # -- epochs
 
     def on_epoch_end(self, epoch, iteration, pbar=None, stop_epoch=False, stop_training=False, **kwargs):
-        if not self._files or not _is_fit(pbar):
+        "Save, if a save is due after this epoch."
+        if not self._hears(pbar):
             return
-        self._cut = bool(stop_epoch and stop_training)  # in the midst of the epoch, as for a loss that is NaN
-        if not self._cut and (epoch + 1) % self.every_epoch == 0:
+        self._is_cut = bool(stop_epoch and stop_training)  # as for a loss that is NaN
+        if not self._is_cut and (epoch + 1) % self.every_epoch == 0:
             self._save(epoch + 1, iteration, stopped=stop_training)
 
-    def on_train_end(self, epoch, iteration, exception=False, **kwargs):
-        "Remember that the fit has come to its end, if it has."
-        if not self._files:
+    def on_train_end(self, epoch, iteration, exception=False, pbar=None, **kwargs):
+        "Save that the fit is finished, if it is."
+        if not self._hears(pbar) or self._fit.error(exception):
             return
-        try:
-            if exception or _handled() != self._before:
-                return
-            if self._cut:
-                return print_on_main(
-                    f'{type(self).__name__}: stopped in the midst of epoch {epoch - 1}. Started again, the fit goes on from what was saved before.'
-                )
-            if not self._finished:
-                self._save(epoch, iteration, finished=True)
-            self._earlier.and_this(self.learn, self.name, self._files.store.run, self._n_epochs, self._finished)
-        finally:
-            self._leave()
+        if self._is_cut:
+            return print_on_main(
+                f'{type(self).__name__}: stopped inside epoch {epoch - 1}. Run again, the fit is resumed from what was '
+                'saved before it.'
+            )
+        if not self._is_finished:
+            self._save(epoch, iteration, finished=True)
+        self._earlier.and_this(self.learn, self.name, self._files.store.run, self._fit.n_epochs, self._is_finished)
 
-    def _leave(self):
+    def _release(self):
         self._files.store.release()
-        self._files, self._callbacks = None, []
+        self._files = None
 
     def _save(self, epoch, iteration, finished=False, stopped=False):
-        recorder = {
-            k: to_builtin(
-                [o.tolist() if isinstance(o, torch.Tensor) else o for o in getattr(self.learn.recorder, k, [])]
-            )
-            for k in _HISTORY
-        }
+        fit: Any = self._fit
         state = dict(
-            recorder=recorder,
+            recorder={name: _plain(getattr(fit.recorder, name, [])) for name in _HISTORY},
             stopped=bool(stopped),
             plan=self._plan,
-            callbacks={k: to_builtin(cb.state_dict()) for k, cb in self._offering()},
+            callbacks={key: to_builtin(cb.state_dict()) for key, cb in self._stateful(fit)},
             ranks=all_gather(random_state(), 'random states'),
         )
-        run_on_main(self._write, (state, epoch, iteration, finished))
+        meta = dict(epoch=epoch, iteration=iteration, finished=finished, n_epoch=fit.n_epochs)
+        run_on_main(self._write, (state, meta))
 
-    def _write(self, training, epoch, iteration, finished):
-        write = self._files.next(
-            dict(
-                epoch=epoch,
-                batch=0,
-                n_iter=0,
-                n_epoch=self._n_epochs,
-                iteration=iteration,
-                finished=finished,
-                after=self._earlier.last,
-                fastai=version('fastai'),
-            )
-        )
-        self._files.keep_newest(
-            write(
-                {
-                    'model': model_state(self.learn.model),
-                    'opt': to_builtin(self.learn.opt.state_dict()),
-                    'training': training,
-                }
-            )
-        )
+    def _write(self, training, meta):
+        meta = dict(meta, batch=0, n_iter=0, after=self._earlier.last, fastai=version('fastai'))
+        write = self._files.next(meta)
+        opt = to_builtin(self.learn.opt.state_dict())
+        saved = write({'model': model_state(self.learn.model), 'opt': opt, 'training': training})
+        self._files.keep_newest(saved)
 
-    def _offering(self):
-        "Callbacks that say what they need to go on, by class and number."
-        return callback_keys(filter(is_stateful, self._callbacks))
+    def _stateful(self, fit):
+        "The callbacks of the fit that have a state to save, by class and number."
+        return callback_keys(filter(is_stateful, fit.callbacks))
 
 
-def _callbacks_of_fit():
-    "Those of the fit whose event this is. The learner knows the newest of each class only, also if that is of an earlier fit."
-    f = sys._getframe()
-    while f.f_code is not CallbackHandler.__call__.__code__:
-        f = f.f_back
-    return list(f.f_locals['self'].callbacks)
-
-
-def _plan(opt, callbacks) -> dict:
-    "What makes two fits of one kind, in words: the optimizer, its hyperparameters when a fit begins, and where each schedule will have them."
-    groups, cycles = opt.opt.param_groups, [o for o in callbacks if isinstance(o, OneCycleScheduler)]
-    phases = [p for o in callbacks if isinstance(o, GeneralScheduler) for p in o.phases]
-    scheduled = {k for p in phases for k in p.scheds} | (
-        {'lr', 'mom'} if cycles else set()
-    )  # of which an interrupted fit leaves some value behind
-    plan = {
-        'optimizer': type(opt.opt).__name__,
-        'parameters by group': [sum(p.numel() for p in g['params']) for g in groups],
-        'trained parameters': [sum(p.numel() for p in g['params'] if p.requires_grad) for g in groups],
-        'true_wd': opt.true_wd,
-        'bn_wd': opt.bn_wd,
-    }
-    for k, v in [('wd', opt._wd), *((k, [dict(_hypers(g)).get(k) for g in groups]) for k, _ in _hypers(groups[0]))]:
-        if k not in scheduled:
-            plan[k] = v[0] if all(o == v[0] for o in v) else v
-    for o in cycles:
-        plan['one-cycle schedule'] = ', '.join(
-            f'{k}={to_builtin(getattr(o, k))}' for k in ('lr_max', 'moms', 'div_factor', 'pct_start', 'final_div')
-        )
-    if phases:
-        plan['phases'], plan[_LENGTHS] = (
-            [
-                {k: [_rounded(s.func(s.start, s.end, i / 8)) for i in range(9)] for k, s in p.scheds.items()}
-                for p in phases
-            ],
-            [p.length for p in phases],
-        )
-    return {k: str(to_builtin(v)) for k, v in plan.items()}
-
-
-def _hypers(group):
-    "Those of a group of parameters, by fastai's names. It holds weight decay itself."
-    for k, v in group.items():
-        if k == 'betas':
-            yield from zip(('mom', 'beta'), v)
-        elif k not in ('params', 'weight_decay'):
-            yield {'momentum': 'mom', 'alpha': 'beta'}.get(k, k), v
-
-
-def _rounded(v):
-    return [f'{o:.6g}' for o in np.ravel(v)]  # the last bits are each machine's own
+def _plain(history):
+    "A list of the Recorder as plain values."
+    return to_builtin([value.tolist() if isinstance(value, torch.Tensor) else value for value in history])

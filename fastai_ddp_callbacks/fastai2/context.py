@@ -14,7 +14,6 @@ from fastai.torch_core import delegates
 
 from ..distributed import rank, propagate_failure, world_size
 from ..training.process_group import process_group
-from . import learner  # noqa: F401 (gives the timeline to Learner)
 from .departure import departures_explained
 from .trainer import DDPTrainer
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..distributed.current import current_control
+from ..distributed.current import current_control, known_control
 from ..distributed.propagate import is_network_error
 from ..errors import RankFailedError
 
@@ -26,7 +26,7 @@ def note_departure(
 @contextmanager
 def departures_explained() -> Iterator[None]:
     "Raise `RankFailedError` for a network error of torch in the block if another rank has left its fit."
-    control = current_control()
+    control = known_control()
     if control is not None:
         control.store.set(f'departed/{control.rank}', '')  # of an earlier block
     try:

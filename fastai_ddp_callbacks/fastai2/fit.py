@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 
+from . import learner  # noqa: F401 (gives the timeline to Learner)
 from .stock import reduce_to_stock
 from .watch import FitWatch, watch_on
 
@@ -50,7 +51,7 @@ class Fit(ExitStack):
         self,
         event_name: str,  # an event of the fit itself
     ) -> None:
-        "Remember which parts of the epoch ran: after a cancelled one the Recorder's last row may be of an earlier epoch."
+        "Note which parts of the epoch ran: after a cancelled one the Recorder's last row may be of an earlier epoch."
         if event_name == 'before_epoch':
             self.agreed, self.completed = {}, set()
         elif event_name == 'before_train':
@@ -74,7 +75,7 @@ def is_evaluating(
 ) -> bool:
     "Whether what is running is no part of a fit itself: an evaluation, in a fit or outside of one."
     watch = watch_on(learn)
-    return watch is None or watch.fit is None or watch.evaluations > 0
+    return watch is None or watch.fit is None or watch.evaluations.level > 0
 
 
 class WatchedCallback(Callback):
@@ -98,8 +99,9 @@ class WatchedCallback(Callback):
 
 
 class FitCallback(WatchedCallback):
-    """A callback that hears of fits only: of no `validate`, `get_preds`, `tta`, `show_results` or `lr_find`, wherever these
-    are called. Its events are those of the outermost fit. Pickled with its learner, it becomes one of fastai's own."""
+    """A callback that hears of fits only: of no `validate`, `get_preds`, `tta`, `show_results` or `lr_find`, wherever
+    these are called. Its events are those of the outermost fit. Pickled with its learner, it becomes one of fastai's
+    own."""
 
     hears_fits_only = True
 

@@ -1,23 +1,20 @@
 "fastai 2: the callback that saves the best model and loads it at the end, on all ranks."
 
 from __future__ import annotations
-import math
 from collections.abc import Callable
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastai.callback.tracker import SaveModelCallback
-from fastai.torch_core import to_device
 
-from ..checkpoint.safety import refuse_unsafe
-from ..checkpoint.state import model_state, size_of, to_builtin
-from ..distributed import print_on_main, propagate_failure, world_size
+from ..distributed import print_on_main, propagate_failure
 from ..training.save_policy import SavePolicy
-from ..training.saving import Saver, Snapshot
+from ..training.saving import Saver
 from ..training.tracking import Verdict
 from .fit import Fit, running_fit
-from .optimizer import check_optimizer
+from .optimizer import check_optimizer, load_optimizer
+from .snapshot import checked_size, snapshot
 from .savers import replace_other_savers
 from .tracker import DDPTrackerCallback
 
@@ -28,8 +25,8 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     """A `SaveModelCallback` for which rank 0 saves while the others wait, and all ranks load the best at the end.
 
     `best`, `best_path`, `best_paths` and `last_saved_path` are the same on every rank and stay on this object after
-    `fit`. Only what this callback has saved is loaded or deleted. `CheckpointInUseError` on every rank, before the first
-    batch, if another running job saves under the same name. See `docs/which-file-is-which.md`."""
+    `fit`. Only what this callback has saved is loaded or deleted. `CheckpointInUseError` on every rank, before the
+    first batch, if another running job saves under the same name. See `docs/which-file-is-which.md`."""
 
     name = 'save_model'
     _saver: Any = None  # the `Saver` of the last fit
@@ -54,12 +51,11 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         on_error: str = 'raise',  # when rank 0 cannot write: 'raise' on all ranks, or 'warn' and continue training.
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
     ):
-        files: dict[str, Any] = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
-        kept: dict[str, Any] = dict(keep_best=keep_best, keep_last=keep_last, last=last)
-        kept.update(on_error=on_error, background=background)
-        SavePolicy(**files, **kept).check('DDPSaveModelCallback')
-        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **files)
-        self.__dict__.update(kept)
+        policy = SavePolicy(fname, every_epoch, at_end, with_opt, keep_best, keep_last, last, on_error, background)
+        policy.check('DDPSaveModelCallback')
+        stock = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
+        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **stock)
+        self.__dict__.update(vars(policy))
 
     @property
     def policy(self) -> SavePolicy:
@@ -103,9 +99,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         return (self.learn.path / self.learn.model_dir).absolute()
 
     def _size_on_main(self):
-        state = model_state(self.learn.model)
-        refuse_unsafe(state, self._folder / f'{self.fname}.pth')
-        return size_of(state) * (3 if self.with_opt else 1)
+        return checked_size(self.learn.model, self._folder / f'{self.fname}.pth', type(self).__name__, self.with_opt)
 
     def state_dict(self) -> dict:
         state = super().state_dict()
@@ -176,42 +170,9 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
 
     def _write(self, verdict: Verdict, now: bool, name: str | None = None):
         "On rank 0: write what there is now, or begin to."
-        return self._saver.write_on_main(self._snapshot(verdict), now, name)
-
-    def _snapshot(self, verdict):
-        state = model_state(self.learn.model)
-        if self.with_opt and self.learn.opt is not None:
-            state = {'model': state, 'opt': to_builtin(self.learn.opt.state_dict())}
-        columns = {**dict.fromkeys(sum(self._columns(), [])), **{k: _plain(v) for k, v in self._row.items()}}
-        if verdict.value is not None:
-            columns[self.monitor] = verdict.value
-        numbers = {k: v for k, v in columns.items() if isinstance(v, float) and math.isfinite(v) and len(k) < 200}
-        meta = dict(
-            epoch=self.epoch,
-            iteration=self.train_iter,
-            monitor=self.monitor,
-            value=verdict.value,
-            world_size=world_size(),
-            fastai=version('fastai'),
-            metrics=dict(list(numbers.items())[:100]),  # they must fit in 65 kB
-        )
-        return Snapshot(state, {**columns, 'epoch': self.epoch, 'iteration': self.train_iter}, meta)
+        made = snapshot(self.learn, self._columns(), self._row, verdict, self.monitor, self.with_opt)
+        return self._saver.write_on_main(made, now, name)
 
     def _load_best(self):
-        opt = (self._load_opt, self._check_opt) if self.with_opt else ()
-        self._saver.load_best(self.learn.model, *opt)
-
-    def _load_opt(self, rest):
-        self.learn.opt.load_state_dict(to_device(rest['opt'], next(self.learn.model.parameters()).device))
-
-    def _check_opt(self, rest):
-        check_optimizer(self.learn.opt, rest['opt'], self.best_path)
-
-
-def _plain(value):
-    "A metric as a number or text; None for what is neither."
-    if getattr(value, 'ndim', None) == 0:
-        value = value.item()
-    if isinstance(value, str):
-        return value
-    return float(value) if isinstance(value, (bool, int, float)) else None
+        opt = (load_optimizer, check_optimizer) if self.with_opt else ()
+        self._saver.load_best(self.learn.model, *(partial(f, self.learn, self.best_path) for f in opt))

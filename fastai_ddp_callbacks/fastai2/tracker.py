@@ -7,7 +7,6 @@ import numpy as np
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, TrackerCallback
 
-from . import learner  # noqa: F401 (gives it the timeline)
 from ..distributed import propagate_failure, print_on_main
 from ..training.process_group import hide_stray_environment, restore_environment
 from ..training.tracking import Tracker, Verdict, check_min_delta, check_patience, check_reduce, is_higher_better

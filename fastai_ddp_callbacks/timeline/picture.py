@@ -19,11 +19,6 @@ _BACKGROUND = '#EEEEEE'
 _MARKED = 6  # of the longest waits
 _ROW = 0.36  # half the height of a bar, in rows
 _LEFT, _RIGHT, _WIDTH = 0.75, 2.1, 11  # inches beside the bars, and of the whole picture
-_SAVE = re.compile(r'(run_on_main|main_process_only)\((.*\.)?_*(write|save|export|settle|finished|wait_for_write)\w*\)')
-_LOAD = re.compile(
-    r'all_or_none\(.(before loading|load|compare|resume from) '
-    r'|broadcast_tensors\(.weights of |run_on_main\(_from_main\.'
-)
 
 
 def plot_timeline(
@@ -112,12 +107,12 @@ def _bars(table):
     all_left_previous = [0.0, *table.end[:-1]]
     arrived = table.end.to_numpy()[:, None] - table[rank_columns(table)].to_numpy()
     bars = {kind: [[] for _ in range(size)] for kind in _COLOURS}
-    for name, since, end, by_rank in zip(table.name, all_left_previous, table.end, arrived):
+    for kind, since, end, by_rank in zip(table.kind, all_left_previous, table.end, arrived):
         for rank in range(size):
             bars['wait'][rank].append((by_rank[rank], end))
-        if _SAVE.match(name):
+        if kind == 'save':
             bars['save'][0].append((max(since, by_rank[1:].min()), by_rank[0]))  # the others arrive when it begins
-        if _LOAD.match(name):
+        if kind in ('load', 'send'):
             for rank in range(size):
                 bars['load'][rank].append((since, by_rank[rank]))
     return bars

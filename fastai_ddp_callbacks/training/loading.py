@@ -12,6 +12,7 @@ from ..distributed.progress import with_progress
 from ..distributed.tensors import broadcast_tensors
 from ..checkpoint.file import read_checkpoint, read_metadata
 from ..distributed import is_main_process, run_on_main, all_or_none
+from ..distributed.call_site import doing
 from ..errors import CheckpointError, CorruptCheckpointError, UnequalWeightsError
 from ..checkpoint.state import (
     unwrap_model,
@@ -35,6 +36,7 @@ class _Sent(NamedTuple):
     dtype: torch.dtype
 
 
+@doing('load')
 def load_everywhere(
     model,  # wrapped or not
     path: str,  # the checkpoint, on a disk that rank 0 sees
@@ -93,7 +95,7 @@ def _parted(state):
 
 
 def _sees(path, checksum):
-    "Whether this rank finds the very file, on a disk that may lag behind. A damaged one is found, and refused when it is read."
+    "Whether this rank finds the very file, on a disk that may lag behind. A damaged one is refused when it is read."
     end = time.monotonic() + (0 if is_main_process() else _LAG)
     while True:
         try:

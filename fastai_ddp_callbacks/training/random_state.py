@@ -25,6 +25,7 @@ def random_state() -> dict:
 def restore_random(
     state: dict,  # as `random_state` gave it
 ) -> None:
+    "Let the random numbers continue from there."
     random.setstate(nested(state['python']))
     name, keys, *rest = state['numpy']
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -33,6 +34,8 @@ def restore_random(
         torch.cuda.set_rng_state(state['cuda'][0].cpu())
 
 
-def nested(o):
-    "Lists as tuples, in the depth too."
-    return tuple(map(nested, o)) if isinstance(o, (list, tuple)) else o
+def nested(
+    value,  # lists in lists
+):  # tuples in tuples, which `random.setstate` needs
+    "Lists as tuples, at every depth."
+    return tuple(map(nested, value)) if isinstance(value, (list, tuple)) else value

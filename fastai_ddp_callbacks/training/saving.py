@@ -1,7 +1,7 @@
 """Saving the models of a fit: rank 0 writes and deletes, between rendezvous of all ranks, and all know what is on disk.
 
-What is due, every rank knows by itself: it follows from the agreed value. What became of it, rank 0 reports: at once, or
-in a later rendezvous where it writes in the background."""
+What is due, every rank knows by itself: it follows from the agreed value. What became of it, rank 0 reports: at once,
+or in a later rendezvous where it writes in the background."""
 
 from __future__ import annotations
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.background import Writer
 from ..checkpoint.store import Saved, Store, check_name
+from ..distributed.call_site import doing
 from ..distributed import barrier, print_on_main, propagate_failure, run_on_main
 from .loading import load_everywhere
 from .save_policy import SavePolicy
@@ -49,7 +50,7 @@ class Saver(SaverOnMain):
         state: dict | None = None,  # of a run that was interrupted, to be continued
         again: bool = False,  # whether an earlier fit has saved here, and this one continues its list
     ) -> None:
-        "Reserve the name on rank 0, and bring the list of files in step with the disk. Raises what `Store.prepare` raises."
+        "Reserve the name on rank 0, and bring the list of files in step with the disk. Raises as `Store.prepare`."
         files, best = run_on_main(self._prepare, (size, epochs, state, again))
         self.due = []
         if state:
@@ -113,7 +114,7 @@ class Saver(SaverOnMain):
         load_rest: Callable | None = None,  # called with what else the file holds, as {'opt':...}
         check_rest: Callable | None = None,  # called with the same before anything is changed, to refuse it
     ) -> None:
-        "Load the best model that this saver has saved on every rank. A warning if there is none: no other file is loaded."
+        "Load the best model of this saver on every rank. A warning if there is none: no other file is loaded."
         best = self.store.best
         if best:
             return load_everywhere(model, best.path, best.checksum, load_rest, check_rest)
@@ -127,7 +128,9 @@ class Saver(SaverOnMain):
     def _on_main(self, func, *args, met=False, verdict=None):
         if self.store.selective and not met:
             barrier('before checkpoints are deleted')  # nobody reads then
-        for outcome in run_on_main(func, args):
+        with doing('save'):
+            outcomes = run_on_main(func, args)
+        for outcome in outcomes:
             verdict = self._record(outcome, self.due.pop(0), verdict)
         return verdict
 

@@ -1,4 +1,4 @@
-"What rank 0 does to save: it prepares the store, writes, at once or in the background, and deletes what is not to be kept."
+"What rank 0 does to save: it prepares the store, writes, at once or in the background, and deletes."
 
 from __future__ import annotations
 from functools import partial
@@ -81,7 +81,7 @@ class SaverOnMain:
         return self.store.place(fields, self.store.replaced(verdict.epoch, verdict.value))
 
     def _finished(self, if_done=False):
-        "The outcome of what is being written, when it is done; none if nothing is, or with `if_done` if it is not done."
+        "The outcome of what is being written, when it is done. None if nothing is, or, with `if_done`, not yet."
         if not self.writer.busy or if_done and not self.writer.done:
             return []
         return [self._outcome(self.writer.wait, self.due[0])]

@@ -1,11 +1,12 @@
 """Whatever the README and the pages in `docs/` show has been run.
 
-A block that begins with ```python runs in one process, with ```python 2 ranks on two; a block of the README always on
-two. Each has a folder of its own, a `learn` and an `other_model`. One with ```python notebook is a program. Where a
-```text block follows, the ranks fail with that text."""
+A block that begins with ```python runs in one process, with ```python 2 ranks on two, as does a block of the README. It
+is run as somebody runs it who has pasted it below a learner: `learn` and `other_model` are there and no other name, and
+there is no process group, but what torchrun sets. Each has a folder of its own. One with ```python notebook is a
+program. Where a ```text block follows, the ranks fail with that text."""
 
 from __future__ import annotations
-import ast, inspect, os, re, signal, subprocess, sys, time
+import ast, inspect, os, re, signal, socket, subprocess, sys, time
 from pathlib import Path
 
 import fastai.basics  # noqa: F401 (the ranks have it from their server; the names in `__all__` need it here)
@@ -15,21 +16,26 @@ import fastai_ddp_callbacks
 from ranks import report, run, values
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')), ROOT / 'CONTRIBUTING.md']
 _BLOCK = re.compile(r'^```python(?: (\d) ranks)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?', re.MULTILINE | re.DOTALL)
+_LAUNCHER = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'
 
 
 def blocks(page):
     "(line, ranks, code, text of the error) of each block of a page."
     text = page.read_text()
     return [
-        (text[: o.start()].count('\n') + 1, int(o[1] or (2 if page.name == 'README.md' else 1)), o[2], o[3])
-        for o in _BLOCK.finditer(text)
+        (
+            text[: found.start()].count('\n') + 1,
+            int(found[1] or (2 if page.name == 'README.md' else 1)),
+            *found.group(2, 3),
+        )
+        for found in _BLOCK.finditer(text)
     ]
 
 
-def given(page):
-    "What a block finds; in the README, whose first block has the imports for all, our names too."
+def own_learner():
+    "The names that a block finds."
     from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, accuracy, nn, set_seed, tensor
     from sklearn.datasets import load_digits
     from torch.utils.data import TensorDataset
@@ -41,41 +47,53 @@ def given(page):
         TensorDataset(x[:256], y[:256]), TensorDataset(x[256:384], y[256:384]), bs=32, num_workers=0, device='cpu'
     )
     learn = Learner(dls, nn.Sequential(nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path='.')
-    learn.remove_cbs(list(learn.cbs.filter(lambda o: o.name == 'progress')))  # no bars
-    names = {o: getattr(fastai_ddp_callbacks, o) for o in fastai_ddp_callbacks.__all__ if page == 'README.md'}
-    return dict(
-        names,
-        learn=learn,
-        other_model=nn.Linear(64, 5),
-        download=lambda: 'data',
-        disk_is_full=lambda: False,
-        __name__='__main__',
-    )
+    learn.remove_cbs(list(learn.cbs.filter(lambda cb: cb.name == 'progress')))  # no bars
+    return dict(learn=learn, other_model=nn.Linear(64, 5), __name__='__main__')
 
 
 def execute(code, folder, name):
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
-    exec(compile(code, name, 'exec'), given(name))
+    exec(compile(code, name, 'exec'), own_learner())
 
 
-def run_together(todo, folder, name):
-    "Scenario: each block in turn."
-    from fastai_ddp_callbacks import all_or_none
+def launched(ranks):
+    "What else torchrun sets; nothing in one process, which `python train.py` starts."
+    return lambda rank: dict.fromkeys(_LAUNCHER) if ranks == 1 else {'TORCHELASTIC_RUN_ID': 'none'}
 
-    for line, code in todo:
-        with all_or_none(f'{name}:{line}'):
-            execute('\n' * line + code, f'{folder}/{line}', name)
+
+def run_each(todo, folder, name):
+    "Scenario: each block in turn, as if its ranks had just been started."
+    import torch.distributed as dist
+
+    for line, code, port in todo:
+        if 'MASTER_PORT' in os.environ:
+            os.environ['MASTER_PORT'] = str(port)
+        execute('\n' * line + code, f'{folder}/{line}', name)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def free_ports(count):
+    "Ports that nobody uses, of which the system has not given one twice."
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(('127.0.0.1', 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 def run_failing(code, folder, ranks):
     "Scenario: a block that fails. A rank that has failed lives on for a while, as ranks do, until the others have too."
-    from fastai_ddp_callbacks import rank
-
+    rank = int(os.environ.get('RANK', 0))
     try:
         execute(code, folder, 'train.py')
     finally:
-        Path(folder, f'{rank()}.ended').touch()
+        Path(folder, f'{rank}.ended').touch()
         end = time.monotonic() + 4
         while len(list(Path(folder).glob('*.ended'))) < ranks and time.monotonic() < end:
             time.sleep(0.02)
@@ -83,7 +101,7 @@ def run_failing(code, folder, ranks):
 
 def failures(ranks, code, folder):
     "What each rank fails with, as a page tells it: paths and tracebacks are left out."
-    results = run(run_failing, ranks, code, str(folder), ranks)
+    results = run(run_failing, ranks, code, str(folder), ranks, env=launched(ranks), group=False)
 
     def told(o):
         if o.error is None:
@@ -122,8 +140,9 @@ def test_there_are_pages_and_blocks():
     ],
 )
 def test_the_blocks_of_a_page_run(page, ranks, tmp_path):
-    todo = [(line, code) for line, n, code, error in blocks(page) if (n, error) == (ranks, None)]
-    values(run(run_together, ranks, todo, str(tmp_path), page.name))
+    chosen = [(line, code) for line, n, code, error in blocks(page) if (n, error) == (ranks, None)]
+    todo = [(line, code, port) for (line, code), port in zip(chosen, free_ports(len(chosen)))]
+    values(run(run_each, ranks, todo, str(tmp_path), page.name, env=launched(ranks), group=False))
 
 
 @pytest.mark.parametrize(
@@ -134,65 +153,86 @@ def test_a_block_fails_with_the_text_below_it(page, line, ranks, code, text, tmp
     assert comparable(failures(ranks, code, tmp_path)) == comparable(text)
 
 
-COMMANDS = 'cli.py', 'commands', 'demo'  # they say it in a terminal, to who has just called them
-INTERNAL = (
-    'AttributeError',
-    'UnpicklingError',
-)  # of `hasattr`; for the reader of checkpoints, which makes an error of ours of it
+COMMANDS = 'cli.py', 'commands', 'demo'  # they print in a terminal, for who has just called them
+# of `hasattr`; for the reader of checkpoints, which makes an error of ours of it
+INTERNAL = 'AttributeError', 'UnpicklingError'
 
 
-WARN = 'warnings.warn', 'warn_user', 'refuse'  # the last one raises
-
-
-def message(node):
-    "The call that has the text of what is raised or warned of, or None."
-    call = node.exc if isinstance(node, ast.Raise) else node
-    if not isinstance(call, ast.Call):
+def message_of(node):
+    "The call that makes the text which a statement raises or warns of; None if it does neither."
+    if isinstance(node, ast.Raise):
+        call = node.exc
+    elif isinstance(node, ast.Call) and (
+        ast.unparse(node).endswith('warn=True)') or ast.unparse(node.func) in ('warnings.warn', 'warn_user')
+    ):
+        call = node
+    else:
         return None
-    warns = ast.unparse(call.func) in WARN or any(o.arg == 'warn' for o in call.keywords)
-    raises = isinstance(node, ast.Raise) and ast.unparse(call.func) not in INTERNAL
-    return call if warns or raises else None
+    is_text = isinstance(call, ast.Call) and call.args and ast.unparse(call.func) not in INTERNAL
+    return call if is_text else None
+
+
+def texts_in(node):
+    return [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+
+
+def phrases(texts):
+    "Parts of these texts that a reader would search for."
+    parts = [part.strip() for text in texts for part in re.split(r'[.:;,()]\s*', text)]
+    return [part for part in parts if len(part.split()) > 2]
+
+
+def texts_given_to(function):
+    "All texts in a function that could be a part of its message."
+    docstring = function.body[0] if ast.get_docstring(function) else None
+    return [text for statement in function.body if statement is not docstring for text in texts_in(statement)]
 
 
 def messages():
-    "(file and line, constant parts) of each text that is raised, or told as a warning."
+    "(file and line, phrases) of each text that is raised or warned of. Where it has no words, those of its function."
     package = ROOT / 'fastai_ddp_callbacks'
     for file in sorted(package.rglob('*.py')):
         if file.relative_to(package).parts[0] in COMMANDS:
             continue
-        for call in filter(None, map(message, ast.walk(ast.parse(file.read_text())))):
-            constants = [o.value for text in call.args[:2] for o in ast.walk(text) if isinstance(o, ast.Constant)]
-            parts = [o for o in constants if isinstance(o, str)]
-            if any(len(o.split()) > 1 for o in parts):
-                yield f'{file.name}:{call.lineno}', parts
+        tree = ast.parse(file.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for node in ast.walk(tree):
+            call = message_of(node)
+            if call is None or not any(' ' in text for text in texts_in(call.args[0])):
+                continue
+            around = [f for f in functions if f.lineno <= node.lineno <= f.end_lineno]
+            found = phrases(texts_in(call.args[0])) or phrases(texts_given_to(around[0]) if around else [])
+            yield f'{file.name}:{node.lineno}', found
 
 
 def test_whatever_is_raised_or_warned_of_has_an_entry():
     page = (ROOT / 'docs/when-it-hangs.md').read_text()
+    assert len([*messages()]) > 60
+    assert not [(place, found) for place, found in messages() if not any(phrase in page for phrase in found)]
 
-    def told(parts):
-        return any(len(o.split()) > 2 and o.strip() in page for c in parts for o in re.split(r'[.:;,()]\s*', c))
 
-    assert len([*messages()]) > 100
-    assert not [(place, parts) for place, parts in messages() if not told(parts)]
-    assert not [o for o in fastai_ddp_callbacks.errors.__all__ if f'`{o}`' not in page]
+def test_every_error_has_an_entry():
+    page = (ROOT / 'docs/when-it-hangs.md').read_text()
+    assert not [name for name in fastai_ddp_callbacks.errors.__all__ if f'`{name}`' not in page]
 
 
 BEFORE = f'''
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}, {str(ROOT / 'tests' / 'docs')!r}]
-from test_docs import given
+from test_docs import own_learner
 
 def make_learner():
     assert (torch.randn(10**6)*2).sum().isfinite() # as large as torch's threads take it up
-    return given('')['learn']
+    return own_learner()['learn']
 
 make_learner().fit(1)
 '''
 
 
-def test_the_notebook_of_the_readme_trains_on_two_ranks_after_a_fit_in_one_process(tmp_path):
-    (code,) = re.findall(r'^```python notebook\n(.*?)^```$', (ROOT / 'README.md').read_text(), re.MULTILINE | re.DOTALL)
+def test_the_notebook_of_the_page_on_launching_trains_on_two_ranks_after_a_fit_in_one_process(tmp_path):
+    (code,) = re.findall(
+        r'^```python notebook\n(.*?)^```$', (ROOT / 'docs/launching.md').read_text(), re.MULTILINE | re.DOTALL
+    )
     imports, train, rest = code.partition('\ndef train')
     (tmp_path / 'notebook.py').write_text(imports + BEFORE + train + rest)
     env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'}
@@ -251,24 +291,28 @@ def test_links_between_pages_lead_somewhere():
         assert not [o for o in links if not o.startswith('http') and not (page.parent / o).exists()], page
 
 
-def test_the_tables_of_arguments_are_those_of_the_callbacks():
-    text = (ROOT / 'docs/from-stock-to-ours.md').read_text().split('## Arguments, fastai 1')[0]
-    tracker = {'monitor', 'comp', 'min_delta', 'reset_on_fit', 'reduce'}
-    for name, section in re.findall(r'^### `(DDP\w+)`\n(.*?)(?=^##|\Z)', text, re.MULTILINE | re.DOTALL):
-        rows = re.findall(r'^\|([^|]*`[^|]*)\|([^|]*)\|', section, re.MULTILINE)
-        told = {o for names, _ in rows for o in re.findall(r'`(\w+)`', names)}
-        f = getattr(fastai_ddp_callbacks, name).__init__
-        has = {
-            k: p.default
-            for k, p in inspect.signature(f).parameters.items()
-            if k not in ('self', 'kwargs') and 'fastai_ddp_callbacks' in f.__module__
-        }
-        assert told == has.keys(), name
-        assert tracker <= told or not tracker & told, name
-        assert not {
-            k: v
-            for names, v in rows
-            if v.strip()
-            for k in re.findall(r'`(\w+)`', names)
-            if v.strip() != f'`{has[k]!r}`'
-        }, name
+ARGUMENTS = re.findall(
+    r'^### `(\w+)`\n(.*?)(?=^##|\Z)',
+    (ROOT / 'docs/from-stock-to-ours.md').read_text().split('## Arguments, fastai 1')[0],
+    re.MULTILINE | re.DOTALL,
+)
+TRACKER = {'monitor', 'comp', 'min_delta', 'reset_on_fit', 'reduce'}
+
+
+def own_defaults(f):
+    "Of its own arguments; the signature has those that it passes on too."
+    code = inspect.unwrap(f).__code__
+    own = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]} - {'self'}
+    return {name: p.default for name, p in inspect.signature(f).parameters.items() if name in own}
+
+
+@pytest.mark.parametrize('name,section', ARGUMENTS, ids=[name for name, _ in ARGUMENTS])
+def test_the_table_of_arguments_is_that_of_the_code(name, section):
+    rows = re.findall(r'^\|([^|]*`[^|]*)\|([^|]*)\|', section, re.MULTILINE)
+    on_page = {argument: default.strip() for names, default in rows for argument in re.findall(r'`(\w+)`', names)}
+    public = getattr(fastai_ddp_callbacks, name)
+    f = public.__init__ if isinstance(public, type) else public
+    has = own_defaults(f) if f.__module__.startswith('fastai_ddp_callbacks') else {}
+    assert on_page.keys() == has.keys()
+    assert TRACKER <= on_page.keys() or not TRACKER & on_page.keys()
+    assert not {k: default for k, default in on_page.items() if default and default != f'`{has[k]!r}`'}

@@ -7,4 +7,4 @@ with warnings.catch_warnings():
     import fastai.basics, fastai.callbacks, fastai.distributed  # noqa: F401
 import torch._dynamo, torch.distributed.tensor  # noqa: F401 (what DDP imports when it is first used)
 
-import fastai_ddp_callbacks.fastai1.callbacks  # noqa: F401
+import fastai_ddp_callbacks.fastai1  # noqa: F401

@@ -7,7 +7,8 @@ import pytest, torch
 from fastai.callbacks.tracker import SaveModelCallback, TrackerCallback
 
 from fastai_ddp_callbacks import DDPSaveModelCallback, DDPTrackerCallback, rank, read_metadata, verify_checkpoint
-from fastai_ddp_callbacks.fastai1 import callbacks as fastai1
+from fastai_ddp_callbacks import fastai1
+from fastai_ddp_callbacks.training import saving, tracking
 from learners1 import Hook, Observed, Records, digest, fit, learner, mae
 from ranks import run, values
 
@@ -173,7 +174,7 @@ def test_a_rank_0_that_cannot_write_makes_all_ranks_raise_at_once(tmp_path):
     def scenario():
         class Full(DDPSaveModelCallback):
             def _write(self, *args):
-                self._store.folder = Path('/proc/nowhere')
+                self._saver.store.folder = Path('/proc/nowhere')
                 return super()._write(*args)
 
         learn, start = learner(tmp_path), time.monotonic()
@@ -336,7 +337,7 @@ def test_lr_find_validate_and_get_preds_are_left_alone(tmp_path, world_size):
             fastai1.DDPTerminateOnNaNCallback(),
         ]
         before, calls = digest(learn.model), []
-        fastai1.agree = fastai1.run_on_main = fastai1.barrier = lambda *_: calls.append(1)
+        tracking.agree = saving.run_on_main = saving.barrier = lambda *_: calls.append(1)
         learn.lr_find(num_it=6)
         learn.validate()
         learn.get_preds()

@@ -2,15 +2,15 @@
 
 import pytest, torch
 
-from fastai_ddp_callbacks.fastai1 import callbacks as fastai1
 from fastai_ddp_callbacks import rank, read_metadata
-from fastai_ddp_callbacks.fastai1.callbacks import (
+from fastai_ddp_callbacks.fastai1 import (
     DDPEarlyStoppingCallback,
     DDPReduceLROnPlateau,
     DDPSaveModelCallback,
     DDPTerminateOnNaNCallback,
 )
 from fastai.callbacks.tracker import EarlyStoppingCallback, ReduceLROnPlateauCallback, TerminateOnNaNCallback
+from fastai_ddp_callbacks.training import tracking
 from learners1 import Hook, Observed, Records, digest, fit, learner, mae
 from ranks import run, values
 
@@ -97,8 +97,8 @@ def test_nan_and_infinity_are_never_best(tmp_path, given, mode, best, epoch):
 
 def test_trackers_of_one_column_share_one_agreement_per_epoch(tmp_path):
     def scenario():
-        learn, names, agree = learner(tmp_path, metrics=[mae]), [], fastai1.agree
-        fastai1.agree = lambda value, how, name: names.append(name) or agree(value, how, name)
+        learn, names, agree = learner(tmp_path, metrics=[mae]), [], tracking.agree
+        tracking.agree = lambda value, how, name: names.append(name) or agree(value, how, name)
         plateau = DDPReduceLROnPlateau(learn, monitor='mae', mode='min')
         fit(learn, DDPSaveModelCallback(learn), DDPEarlyStoppingCallback(learn, patience=9), plateau, n=2)
         return names

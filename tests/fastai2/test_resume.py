@@ -17,11 +17,13 @@ from fastai_ddp_callbacks import (
     DDPStopCallback,
     DDPTerminateOnNaNCallback,
     DDPTrackerCallback,
+    RankFailedError,
     ddp_ctx,
     rank,
     read_metadata,
     verify_checkpoint,
 )
+from fastai_ddp_callbacks.checkpoint import background
 from fastai_ddp_callbacks.training import resume_files
 from fastai_ddp_callbacks.fastai2.resume import DDPResumeCallback
 from learners import Records, Trace, digest
@@ -240,7 +242,7 @@ def test_with_other_ranks_each_sample_of_the_epoch_is_still_seen_once(tmp_path, 
     for size in sizes[:-1]:
         killed(start(size, tmp_path, Seen(), Dies(1, 1) if size == sizes[0] else DiesAfter(1), **kwargs))
     first, *_ = values(start(sizes[-1], tmp_path, Seen(), **kwargs))
-    assert any(f'goes on with {sizes[-1]}' in o for o in first['warnings'])
+    assert any(f'is resumed by {sizes[-1]}' in o for o in first['warnings'])
     for epoch in (1, 2):  # only what makes the last ranks even is repeated
         assert set(seen(tmp_path, epoch)) == set(range(37)) and len(seen(tmp_path, epoch)) - 37 < sizes[-1]
 
@@ -426,23 +428,22 @@ def test_a_fit_that_raises_leaves_nothing_behind_and_can_be_made_again(tmp_path,
             with context(learn):
                 learn.fit_one_cycle(4, 0.1, cbs=[*cbs] if attached else [cb, *cbs])
 
-        with pytest.raises(KeyError):
+        error = KeyError, RankFailedError  # or the other rank's, if that is known first
+        with pytest.raises(error):
             fit(Raises(0))
         set_seed(7)
-        with pytest.raises(KeyError):
+        with pytest.raises(error):
             fit(Raises(1, 2))
         clean = (
             [signal.getsignal(o) for o in SIGNALS] == before[0],
-            [o for o in vars(learn) if o in ('_with_events', 'all_batches')],
+            [o for o in vars(learn) if o == 'all_batches' or o == '_with_events' and not attached],
             [o for o in files(tmp_path) if 'lock' in o],
         )
         fit()
         return clean, outcome(learn)
 
     for (clean, o), expected in zip(values(run(scenario, world_size)), values(quiet(world_size))):
-        assert (
-            clean == (True, [], []) or attached and context is nullcontext
-        )  # nothing tells of the end then, and the next fit cleans up
+        assert clean == (True, [], [])
         assert {k: o[k] for k in ('weights', 'losses', 'values', 'draw')} == {
             k: expected[k] for k in ('weights', 'losses', 'values', 'draw')
         }
@@ -451,13 +452,13 @@ def test_a_fit_that_raises_leaves_nothing_behind_and_can_be_made_again(tmp_path,
 def test_a_fit_that_raises_while_the_saver_writes_in_the_background_leaves_sigterm_its_meaning(tmp_path):
     def scenario():
         sv = DDPSaveModelCallback(background=True)
-        written = sv._saver.writer._run
+        written = background._Job._run
 
         def slow(*args):
             time.sleep(0.5)
             written(*args)
 
-        sv._saver.writer._run = slow
+        background._Job._run = slow
         try:
             learner(tmp_path).fit(2, 0.1, cbs=[DDPResumeCallback(), sv, Raises(0)])
         except KeyError:
@@ -521,8 +522,8 @@ def test_killed_after_the_last_epoch_it_saves_the_end_when_started_again(tmp_pat
 def test_killed_between_its_last_save_and_the_deletion_after_it_the_next_start_deletes(tmp_path):
     def dying():
         delete = resume_files.delete
-        resume_files.delete = lambda saved: (
-            os.kill(os.getpid(), signal.SIGKILL) if 'resume_32_finished.pth' in files(tmp_path) else delete(saved)
+        resume_files.delete = lambda saved, disk: (
+            os.kill(os.getpid(), signal.SIGKILL) if 'resume_32_finished.pth' in files(tmp_path) else delete(saved, disk)
         )
         train(tmp_path)
 
@@ -599,10 +600,10 @@ def test_when_the_newest_is_damaged_the_one_before_it_goes_on_with_a_warning(tmp
     results = start(2, tmp_path, *saver())
     same(results, quiet(2, saver))
     assert any(
-        'resume_12.pth' in o and 'goes on with what was saved before it' in o for o in values(results)[0]['warnings']
+        'resume_12.pth' in o and 'Resuming from what was saved before it' in o for o in values(results)[0]['warnings']
     )
     again = start(2, tmp_path, *saver())
-    assert not any('goes on with what was saved before it' in o for o in values(again)[0]['warnings'])
+    assert not any('Resuming from what was saved before it' in o for o in values(again)[0]['warnings'])
     assert len(resumes(tmp_path)) == 2 + (damage is _truncate)  # nobody can tell whose it is any more
 
 

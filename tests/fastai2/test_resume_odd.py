@@ -8,6 +8,7 @@ import pytest, torch
 from fastai.basics import Callback, CancelFitException, DataLoader, DataLoaders, Learner, nn, set_seed
 
 from fastai_ddp_callbacks import DDPSaveModelCallback, RankFailedError, ddp_ctx
+from fastai_ddp_callbacks.fastai2 import resume_saving
 from fastai_ddp_callbacks.fastai2.resume import DDPResumeCallback
 from learners import Records, digest
 from ranks import run, values
@@ -41,15 +42,21 @@ class Slow(Callback):
     def __init__(self, at):
         self.at = at
 
-    def before_fit(self):
-        written = self.save_model._saver.writer._run
+    def before_epoch(self):
+        if self.epoch != self.at:
+            return
+        writer = self.save_model._saver.writer
+        start = writer.start
 
-        def slow(*args):
-            if self.learn.epoch == self.at:
+        def start_slow(write, state):
+            def slow(copy):
                 time.sleep(1)
-            written(*args)
+                return write(copy)
 
-        self.save_model._saver.writer._run = slow
+            del writer.start
+            start(slow, state)
+
+        writer.start = start_slow
 
 
 class DiesWith(Callback):
@@ -116,14 +123,13 @@ class SignalsInTheLastSave(Callback):
     order = 80
 
     def after_fit(self):
-        cb = next(o for o in self.learn.cbs if isinstance(o, DDPResumeCallback))
-        written = cb._write
+        written = resume_saving._write
 
         def write(*args):
             written(*args)
             signal.raise_signal(signal.SIGTERM)
 
-        cb._write = write
+        resume_saving._write = write
 
 
 @pytest.mark.parametrize('world_size', [1, 2])
@@ -167,7 +173,11 @@ def twice(path, *cbs, n=2, samples=38, resume='auto'):
         for o in (n, 2):
             learn.fit(o, 0.1, cbs=[cb, *cbs])
             weights.append(digest(learn.model))
-    return weights, len(learn.recorder.values), [str(o.message) for o in told if 'starts anew' in str(o.message)]
+    return (
+        weights,
+        len(learn.recorder.values),
+        [str(o.message) for o in told if 'starting from scratch' in str(o.message)],
+    )
 
 
 @pytest.mark.parametrize('world_size', [1, 2])
@@ -191,7 +201,7 @@ def test_when_the_first_of_two_fits_is_trained_anew_or_longer_so_is_the_second(t
 def test_the_second_of_two_fits_tells_that_it_starts_anew(tmp_path):
     values(run(twice, 1, tmp_path))
     ((_, _, told),) = values(run(partial(twice, n=3), 1, tmp_path))
-    assert len(told) == 1 and 'resume-2_*.pth' in told[0] and 'trained anew or for more epochs' in told[0]
+    assert len(told) == 1 and 'resume-2_*.pth' in told[0] and 'followed a different first fit' in told[0]
 
 
 @pytest.mark.parametrize('fit', [0, 1])
@@ -261,7 +271,7 @@ def test_a_fit_whose_optimizer_trains_what_is_not_the_model_s_is_refused_when_it
 
 
 @pytest.mark.parametrize('world_size', [1, 2])
-def test_what_went_wrong_with_a_background_write_of_a_fit_that_raised_is_a_warning_in_the_next(tmp_path, world_size):
+def test_what_went_wrong_with_a_background_write_of_a_fit_that_raised_is_a_warning(tmp_path, world_size):
     class Full(Callback):
         "The disk is full for the second save of epoch 1, and the fit raises right after that."
 
@@ -269,7 +279,7 @@ def test_what_went_wrong_with_a_background_write_of_a_fit_that_raised_is_a_warni
 
         def after_batch(self):
             if (self.epoch, self.training, self.iter) == (1, True, 0):
-                self.writer.join()
+                self.resume._current.writer.join()
                 os.replace = self._full
             if (self.epoch, self.training, self.iter) == (1, True, 1):
                 raise KeyError('boom')
@@ -284,18 +294,18 @@ def test_what_went_wrong_with_a_background_write_of_a_fit_that_raised_is_a_warni
             Full(),
             os.replace,
         )
-        full.writer = cb._writer
-        with ddp_ctx(learn):
+        full.resume = cb
+        with warnings.catch_warnings(record=True) as told, ddp_ctx(learn):
+            warnings.simplefilter('always')
             with pytest.raises(KeyError):
                 learn.fit(3, 0.1, cbs=[cb, full])
         os.replace = replace
-        with warnings.catch_warnings(record=True) as told, ddp_ctx(learn):
-            warnings.simplefilter('always')
+        with ddp_ctx(learn):
             learn.fit(3, 0.1, cbs=cb)
         return len(learn.recorder.values), [str(o.message) for o in told if 'No space left' in str(o.message)]
 
     (n, told), *others = values(run(scenario, world_size))
-    assert n == 3 and len(told) == 1 and 'before' in told[0] and all(o == (3, []) for o in others)
+    assert n == 3 and len(told) == 1 and 'After the fit had failed' in told[0] and all(o == (3, []) for o in others)
 
 
 # -- found, but for another fit
@@ -321,24 +331,12 @@ def test_a_finished_fit_of_other_data_is_a_warning_that_says_what_to_do(tmp_path
     assert values(results)[0][1] == [] and 'another fname' in results[0].output
 
 
-def test_folds_that_share_a_name_are_told_that_they_are_not_trained_whatever_their_sizes(tmp_path):
-    def scenario():
-        return [fit(tmp_path)[1] for _ in range(3)]
-
-    for told in (
-        values(run(scenario, 2))[0][1:],
-        values(run(scenario, 2))[0][1:],
-    ):  # again, when the first is found too
-        for o in told:
-            assert len(o) == 1 and 'another learner of this process' in o[0] and 'another fname' in o[0]
-
-
 @pytest.mark.parametrize('kind', ['fit', 'fit_one_cycle'])
 def test_a_fit_of_no_epochs_goes_on_to_some(tmp_path, kind):
     ((nothing, _),) = values(run(partial(fit, n=0, fit=kind), 1, tmp_path / 'a'))
     assert values(run(partial(fit, n=0, fit=kind), 1, tmp_path / 'a'))[0][0] == nothing
     got = run(partial(fit, n=3, fit=kind, resume='must'), 1, tmp_path / 'a')
-    assert values(got) == values(run(partial(fit, n=3, fit=kind), 1, tmp_path / 'b')) and 'Going on' in got[0].output
+    assert values(got) == values(run(partial(fit, n=3, fit=kind), 1, tmp_path / 'b')) and 'Resuming' in got[0].output
     kind, text = refused(run(partial(fit, n=2, fit=kind), 1, tmp_path / 'a'))
     assert kind == 'ValueError' and 'of 3 epochs' in text
 
