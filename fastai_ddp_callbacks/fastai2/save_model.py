@@ -162,8 +162,6 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if saver.policy.loads_best:
             self._load_best()
 
-    # -- what is saved and loaded
-
     def _write(self, verdict: Verdict, now: bool, name: str | None = None):
         "On rank 0: write what there is now, or begin to."
         made = snapshot(self.learn, self._columns(), self._row, verdict, self.monitor, self.with_opt)
