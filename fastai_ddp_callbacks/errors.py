@@ -109,4 +109,4 @@ class UnequalWeightsError(DDPError):
 
 
 class Preempted(SystemExit):
-    "All ranks have saved, and leave, since one of them was told to by a signal. `code`: exit status."
+    "All ranks have saved, and exit, since one of them got a signal. `code`: exit status."

@@ -17,7 +17,9 @@ def host() -> str:
 
 def start_time(
     pid: int,  # of a process on this host
-) -> int | None:  # what tells it from later ones of the same number (0: cannot be told); None if it is gone or a zombie
+) -> (
+    int | None
+):  # what distinguishes it from later ones of the same number (0: unknown); None if it is gone or a zombie
     "The start time of a process, as far as it lives."
     # In ticks since the machine was booted, which nothing changes. psutil's `create_time()` adds the time of the boot
     # by the wall clock, which moves when the clock is set: a live process would be taken for another one, and its

@@ -1,6 +1,6 @@
 """A file that is written whole or not at all: beside its place first, durable, then moved there in one step.
 
-What a killed process has left half written bears a name that tells its process, so that others can sweep it."""
+What a killed process has left half written bears a name that identifies its process, so that others can sweep it."""
 
 from __future__ import annotations
 import errno, os, re, secrets, stat, threading, warnings

@@ -15,13 +15,13 @@ __all__ = ['InterruptedRun', 'Files', 'Best', 'replaced']
 class Files(NamedTuple):
     "The files of an interrupted run, each list oldest first."
 
-    counted: list[Saved]  # saved before the moment at which the run goes on
+    counted: list[Saved]  # saved before the moment from which the run is resumed
     again: list[Saved]  # saved after it: their epochs are trained once more
     to_delete: list[Saved]  # no longer to be kept: the run was interrupted before it had deleted them
 
 
 class Best(NamedTuple):
-    "What counts as the best when a run goes on."
+    "What counts as the best when a run is resumed."
 
     saved: Saved | None
     value: float

@@ -13,7 +13,7 @@ __all__ = ['KeptFiles', 'Resumed']
 
 
 class Resumed(NamedTuple):
-    "How a run goes on."
+    "How a run is resumed."
 
     best: float  # the value to compare with from now on
     warning: str | None  # what the user should know
@@ -101,7 +101,7 @@ class KeptFiles:
         return Path(os.path.relpath(path, self.folder)).as_posix()
 
     def state(self) -> dict:
-        "What a run that is interrupted needs to go on: plain values. Rank 0's is right."
+        "What an interrupted run needs to be resumed: plain values. Rank 0's is right."
         best = self.best
         return dict(
             run=self.run,
@@ -120,7 +120,7 @@ class KeptFiles:
         better: Callable[[float, float], bool],  # whether the first value counts as better than the second
         worst: float,  # value that any other is better than
     ) -> Resumed:
-        "Go on with the files of that run. A warning if the best is no longer there, and would be needed."
+        "Resume with the files of that run. A warning if the best is no longer there, and would be needed."
         run = InterruptedRun(state, self.policy)
         files = run.sort(found)
         best = run.best(files, better, worst, self.name_of)
@@ -134,6 +134,6 @@ class KeptFiles:
         instead = f'the best that is left, with {best.value}, takes its place.'
         return Resumed(
             best.value,
-            f'The best model of the run that goes on, with {state["monitor"]} value {state["value"]}, '
+            f'The best model of the resumed run, with {state["monitor"]} value {state["value"]}, '
             'is no longer there: ' + (instead if best.saved else 'the next one counts as the best.'),
         )

@@ -94,8 +94,8 @@ def is_wanted(
 def in_order(
     metas: dict,  # of path to metadata
 ) -> list[Saved]:  # oldest first
-    """The files by when they were begun. Neither epochs nor iterations tell, which begin again with each fit, nor the
-    time alone, which may go back when a fit goes on on another host."""
+    """The files by when they were begun. Not by epochs or iterations, which begin again with each fit, nor by the
+    time alone, which may go back when a fit is resumed on another host."""
     found = [
         (Saved(str(path), meta['checksum'], meta['epoch'], meta['value'], _sequence(meta)), meta['time'])
         for path, meta in metas.items()

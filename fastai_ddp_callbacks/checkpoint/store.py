@@ -176,7 +176,7 @@ def delete(
     saved: Saved,  # no longer to be kept
     disk: Disk | None = None,  # where it is
 ) -> None:
-    "Remove a file, if it is still the one that was written; else warn. Training goes on."
+    "Remove a file, if it is still the one that was written; else warn. Training continues."
     disk = disk or Disk()
     try:
         if saved.checksum and (disk.metadata(saved.path) or {}).get('checksum') == saved.checksum:

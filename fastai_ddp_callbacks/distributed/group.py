@@ -121,7 +121,7 @@ class Generation:
                 return True
             except RuntimeError:
                 if not work.is_completed():
-                    return False  # the wait was over, the work goes on
+                    return False  # the wait was over, the work continues
         work.wait()
         return True
 

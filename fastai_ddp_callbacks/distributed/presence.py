@@ -16,7 +16,7 @@ class Neighbour(NamedTuple):
 
     rank: int
     pid: int
-    start: int  # when its process began, which tells it from a later one of the same number
+    start: int  # when its process began, which distinguishes it from a later one of the same number
 
 
 class Presence:

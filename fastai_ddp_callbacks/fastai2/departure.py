@@ -1,4 +1,4 @@
-"""fastai 2: a rank that leaves its fit while others go on.
+"""fastai 2: a rank that leaves its fit while others continue.
 
 It knows nothing of them and does not wait, so it leaves a note in the job's store. To the others the network reports a
 connection that is closed, when its process ends; the note says why."""

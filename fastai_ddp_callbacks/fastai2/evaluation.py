@@ -20,7 +20,7 @@ class FitState:
     """Where a fit is: the learner's loop, the state of fastai's own callbacks and of the metrics, and random states.
 
     `learn.validate()`, `get_preds`, `tta` and `show_results` use all of these for themselves. A fit in which somebody
-    calls them goes on as if nobody had."""
+    calls them continues as if nobody had."""
 
     def __init__(
         self,

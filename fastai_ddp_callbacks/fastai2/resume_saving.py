@@ -23,7 +23,7 @@ def save(
     background: bool = False,  # whether to write while training continues
 ) -> bool:  # whether a signal has asked any rank to exit
     "Save on rank 0, what all ranks have. Raises `CheckpointWriteError` on all ranks."
-    told = all_gather((bool(current.watch.by), own_state(current.learn)), 'random states')
+    by_rank = all_gather((bool(current.watch.by), own_state(current.learn)), 'random states')
     state = dict(
         shared_state(current.learn),
         plan=current.signature,
@@ -31,12 +31,12 @@ def save(
         rows=current.rows,
         order=current.epoch.order if batch else None,
         stages=_stages(current, batch),
-        ranks=[own for _, own in told],
+        ranks=[own for _, own in by_rank],
         tables=current.tables.starts,
     )
     run_on_main(_write, (current, state, epoch, batch, finished, background and not finished))
     current.schedule.note_save()
-    return any(asked for asked, _ in told)
+    return any(asked for asked, _ in by_rank)
 
 
 def _stages(current, batch):
@@ -89,5 +89,5 @@ def wait_for_write(
 
 
 def patience(learn) -> dict:
-    "Of the callbacks that stop a fit early, by name. One that is stopped can go on when they have more of it."
+    "Of the callbacks that stop a fit early, by name. A fit that they stopped can be resumed when they have more of it."
     return {key: cb.patience for key, cb in callback_keys(learn.cbs) if isinstance(cb, EarlyStoppingCallback)}

@@ -1,4 +1,4 @@
-"""fastai 2: the watch on a learner, which tells the events of a fit from those of evaluations during it.
+"""fastai 2: the watch on a learner, which separates the events of a fit from those of evaluations during it.
 
 fastai sends the events of a fit (`before_fit`, `before_epoch`, ...) from `validate`, `get_preds`, `tta`,
 `show_results` and `lr_find` too, even while a fit is running, and sends no event when a fit raises. So a learner is
@@ -26,7 +26,7 @@ _FRAME = ('before_fit', 'before_epoch', 'after_epoch', 'after_fit')  # the event
 
 
 class FitWatch:
-    "The watch on one learner: keeps the running fit, and tells its events from those of evaluations during it."
+    "The watch on one learner: keeps the running fit, and separates its events from those of evaluations."
 
     def __init__(
         self,

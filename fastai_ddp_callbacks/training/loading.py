@@ -46,7 +46,7 @@ def load_everywhere(
 ) -> None:
     """Every rank reads and verifies the file, if all of them see it; else rank 0 does, and sends what is in it.
 
-    Two rendezvous, at both of which all ranks are: nobody reads before rank 0 has written, nobody goes on, perhaps to
+    Two rendezvous, at both of which all ranks are: nobody reads before rank 0 has written, nobody continues, perhaps to
     write or to delete, before all have read. What goes wrong on one rank is raised on all (`CheckpointError`, on the
     others `RankFailedError`), and the model is then unchanged, unless a rank died while weights were sent.
     `UnequalWeightsError` if the ranks do not hold the same weights at the end."""

@@ -54,7 +54,7 @@ class ResumeFiles:
         earlier: EarlierFits,  # the fits that came before this one
         would_train: Callable[[dict], bool] = lambda meta: (
             False
-        ),  # whether a finished fit, stopped early, would go on now
+        ),  # whether a finished fit, stopped early, would train more now
     ) -> Found | None:  # the newest whole one; None to start from scratch
         """Reserve the name, and look for a file to resume from. `CheckpointError` if there is none and there must be;
         `ValueError` if what is there belongs to a different fit."""

@@ -52,10 +52,10 @@ class SaveSchedule:
             return asked, self._is_late()
         if batches < self._meet_at:
             return False, False
-        told = all_gather((asked, self._is_late(), self._until_next(batches)), 'resume: save or leave?')
-        _, is_late, until_next = told[0]
+        by_rank = all_gather((asked, self._is_late(), self._until_next(batches)), 'resume: save or leave?')
+        _, is_late, until_next = by_rank[0]
         self._meet_at = batches + until_next
-        return any(asked for asked, _, _ in told), is_late
+        return any(asked for asked, _, _ in by_rank), is_late
 
     def _is_late(self):
         return self.every_minutes is not None and time.monotonic() - self.saved_at >= 60 * self.every_minutes

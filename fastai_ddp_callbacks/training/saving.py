@@ -96,7 +96,7 @@ class Saver(SaverOnMain):
         met: bool,  # whether the ranks have just met, so that none reads what may be deleted
         name: str | None = None,  # of the file; the next of the store's by default
     ) -> Verdict:  # the verdict, corrected if the save has failed
-        "Save on rank 0; every rank goes on when it is written, or, unless `now`, when its copy is made."
+        "Save on rank 0; every rank continues when it is written, or, unless `now`, when its copy is made."
         self.due.append(verdict)
         return self._on_main(write, verdict, now, name, met=met, verdict=verdict)
 
