@@ -10,11 +10,14 @@ from .loader_state import own_state, restore_own
 __all__ = ['FitState']
 
 # of the learner's loop; `final_record` is not among them, as `validate` returns it after its last event
-_LOOP = 'epoch n_epoch train_iter pct_train iter n_iter dl xb yb pred loss loss_grad smooth_loss training create_mbar'.split()
+_LOOP = (
+    *('epoch', 'n_epoch', 'train_iter', 'pct_train', 'iter', 'n_iter', 'dl', 'xb', 'yb', 'pred'),
+    *('loss', 'loss_grad', 'smooth_loss', 'training', 'create_mbar'),
+)
 
 
 class FitState:
-    """Where a fit is: the learner's loop, the state of fastai's own callbacks and of the metrics, and the random states of rank and data loaders.
+    """Where a fit is: the learner's loop, the state of fastai's own callbacks and of the metrics, and random states.
 
     `learn.validate()`, `get_preds`, `tta` and `show_results` use all of these for themselves. A fit in which somebody
     calls them goes on as if nobody had."""

@@ -30,6 +30,7 @@ class Fit(ExitStack):
         self.announced = False  # whether its `before_fit` is being sent, or has been
         self.ignored = hasattr(learn, 'lr_finder')  # `lr_find` trains and throws the result away: nothing to follow
         self.first_epoch = 0  # epochs before it are passed over, without an event
+        self.starts_over = False  # whether there was nothing to resume, although it would have been
         self.agreed: dict = {}  # (monitor, reduce) -> the value of this epoch, which all trackers share
         self.trained = False  # whether any batch was to be trained yet
         self.completed: set = set()  # parts of this epoch that ran and were not cancelled: 'train', 'validate'
@@ -51,7 +52,7 @@ class Fit(ExitStack):
         self,
         event_name: str,  # an event of the fit itself
     ) -> None:
-        "Remember which parts of the epoch ran: after a cancelled one the Recorder's last row may be of an earlier epoch."
+        "Note which parts of the epoch ran: after a cancelled one the Recorder's last row may be of an earlier epoch."
         if event_name == 'before_epoch':
             self.agreed, self.completed = {}, set()
         elif event_name == 'before_train':
@@ -75,7 +76,7 @@ def is_evaluating(
 ) -> bool:
     "Whether what is running is no part of a fit itself: an evaluation, in a fit or outside of one."
     watch = watch_on(learn)
-    return watch is None or watch.fit is None or watch.evaluations > 0
+    return watch is None or watch.fit is None or watch.evaluations.level > 0
 
 
 class WatchedCallback(Callback):
@@ -99,8 +100,9 @@ class WatchedCallback(Callback):
 
 
 class FitCallback(WatchedCallback):
-    """A callback that hears of fits only: of no `validate`, `get_preds`, `tta`, `show_results` or `lr_find`, wherever these
-    are called. Its events are those of the outermost fit. Pickled with its learner, it becomes one of fastai's own."""
+    """A callback that hears of fits only: of no `validate`, `get_preds`, `tta`, `show_results` or `lr_find`, wherever
+    these are called. Its events are those of the outermost fit. Pickled with its learner, it becomes one of fastai's
+    own."""
 
     hears_fits_only = True
 

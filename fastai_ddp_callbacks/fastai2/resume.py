@@ -3,16 +3,12 @@
 from __future__ import annotations
 from typing import NoReturn
 
+from fastai.basics import store_attr
+
 from ..distributed import agree, all_or_none, print_on_main, run_on_main
 from ..errors import Preempted
 from ..training.earlier_fits import EarlierFits
-from ..training.resume_arguments import (
-    check_exit_status,
-    check_minutes,
-    check_name,
-    check_resume,
-    check_whole_number,
-)
+from ..training.resume_arguments import check_arguments
 from ..training.resume_files import ResumeFiles
 from ..training.save_schedule import SaveSchedule
 from .fit import FitCallback, running_fit
@@ -24,6 +20,8 @@ from .resume_saving import save, wait_for_write
 from .resumed_fit import Epoch, ResumableFit
 
 __all__ = ['DDPResumeCallback']
+
+_CUT = 'DDPResumeCallback: stopped within epoch {}. Started again, the fit is resumed from what was saved before.'
 
 
 class DDPResumeCallback(FitCallback):
@@ -48,24 +46,9 @@ class DDPResumeCallback(FitCallback):
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
         exit_status: int = 0,  # exit status after a signal.
     ):
-        who = 'DDPResumeCallback'
-        check_resume(who, resume)
-        for name, value in dict(every_epoch=every_epoch, every_batches=every_batches).items():
-            if value is not None:
-                check_whole_number(who, name, value)
-        if every_minutes is not None:
-            check_minutes(who, 'every_minutes', every_minutes)
-        check_whole_number(who, 'keep', keep)
-        check_name(who, 'fname', fname)
-        check_exit_status(who, 'exit_status', exit_status)
-        self.every_epoch = every_epoch
-        self.every_batches = every_batches
-        self.every_minutes = every_minutes
-        self.keep = keep
-        self.fname = fname
-        self.resume = resume
-        self.background = background
-        self.exit_status = exit_status
+        every = every_epoch, every_batches, every_minutes
+        check_arguments('DDPResumeCallback', resume, fname, exit_status, keep, *every)
+        store_attr('every_epoch,every_batches,every_minutes,keep,fname,resume,background,exit_status')
 
     def __getstate__(self):
         return dict(vars(self), _current=None)  # a copy is in no fit
@@ -88,6 +71,7 @@ class DDPResumeCallback(FitCallback):
         found = run_on_main(find, (current, self.resume))
         if found:
             restore(current, found)
+        fit.starts_over = not found and self.resume != 'never'
         fit.enter_context(current.watch)
 
     # -- in the fit
@@ -160,10 +144,7 @@ class DDPResumeCallback(FitCallback):
         if len(current.rows) < len(self.recorder.values):
             current.rows.append([recorded(value) for value in self.recorder.log])  # early stopping came first
         if current.was_cut:
-            print_on_main(
-                f'DDPResumeCallback: stopped within epoch {self.epoch}. Started again, the fit is resumed from what '
-                'was saved before.'
-            )
+            print_on_main(_CUT.format(self.epoch))
             run_on_main(wait_for_write, (current,))  # all ranks leave the fit together, and know if that has failed
         elif not current.was_finished:
             self._save(self.n_epoch, finished=True)
@@ -174,8 +155,6 @@ class DDPResumeCallback(FitCallback):
             self._earlier = self._earlier.and_this(self.learn, self.fname, run, epochs, current.was_finished)
         if exits:
             self._exit_preempted()
-
-    # -- saving and exiting
 
     def _save(self, epoch, batch=0, finished=False):
         "Whether a signal has asked any rank to exit."

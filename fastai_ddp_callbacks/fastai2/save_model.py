@@ -1,23 +1,20 @@
 "fastai 2: the callback that saves the best model and loads it at the end, on all ranks."
 
 from __future__ import annotations
-import math
 from collections.abc import Callable
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastai.callback.tracker import SaveModelCallback
-from fastai.torch_core import to_device
 
-from ..checkpoint.safety import refuse_unsafe
-from ..checkpoint.state import model_state, refuse_sharded, size_of, to_builtin
-from ..distributed import print_on_main, propagate_failure, world_size
+from ..distributed import print_on_main, propagate_failure
 from ..training.save_policy import SavePolicy
-from ..training.saving import Saver, Snapshot
+from ..training.saving import Saver
 from ..training.tracking import Verdict
 from .fit import Fit, running_fit
-from .optimizer import check_optimizer
+from .optimizer import check_optimizer, load_optimizer
+from .snapshot import checked_size, snapshot
 from .savers import replace_other_savers
 from .tracker import DDPTrackerCallback
 
@@ -28,8 +25,8 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     """A `SaveModelCallback` for which rank 0 saves while the others wait, and all ranks load the best at the end.
 
     `best`, `best_path`, `best_paths` and `last_saved_path` are the same on every rank and stay on this object after
-    `fit`. Only what this callback has saved is loaded or deleted. `CheckpointInUseError` on every rank, before the first
-    batch, if another running job saves under the same name. See `docs/which-file-is-which.md`."""
+    `fit`. Only what this callback has saved is loaded or deleted. `CheckpointInUseError` on every rank, before the
+    first batch, if another running job saves under the same name. See `docs/which-file-is-which.md`."""
 
     name = 'save_model'
     _saver: Any = None  # the `Saver` of the last fit
@@ -48,18 +45,16 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         reset_on_fit: bool = True,  # before model fitting, reset the best value to the worst possible one.
         reduce: str = 'mean',  # how the values of the ranks become one: 'mean', 'main' (rank 0's), 'min', 'max'.
         keep_best: int | None = None,  # how many of the best models of the fit to keep; the best is loaded at the end.
-        keep_last: int
-        | None = None,  # how many of the newest to keep too; saves every epoch, or as `every_epoch` says.
+        keep_last: int | None = None,  # how many of the newest models to keep too; every epoch is saved.
         last: str | None = None,  # another name that the newest model always has, as 'last'; saves every epoch.
         on_error: str = 'raise',  # when rank 0 cannot write: 'raise' on all ranks, or 'warn' and continue training.
         background: bool = False,  # write while training continues, from a copy of the state in rank 0's memory.
     ):
-        files: dict[str, Any] = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
-        kept: dict[str, Any] = dict(keep_best=keep_best, keep_last=keep_last, last=last)
-        kept.update(on_error=on_error, background=background)
-        SavePolicy(**files, **kept).check('DDPSaveModelCallback')
-        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **files)
-        self.__dict__.update(kept)
+        policy = SavePolicy(fname, every_epoch, at_end, with_opt, keep_best, keep_last, last, on_error, background)
+        policy.check('DDPSaveModelCallback')
+        stock = dict(fname=fname, every_epoch=every_epoch, at_end=at_end, with_opt=with_opt)
+        super().__init__(monitor, comp, min_delta, reset_on_fit, reduce, **stock)
+        self.__dict__.update(vars(policy))
 
     @property
     def policy(self) -> SavePolicy:
@@ -69,13 +64,12 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     @property
     def best_paths(self) -> list[Path]:
         "The kept models that have a value, the best first."
-        return [Path(saved.path) for saved in self._saver.store.ranked()] if self._saver else []
+        return self._saver.best_paths if self._saver else []
 
     @property
     def best_path(self) -> Path | None:
         "The best model."
-        best = self._saver.store.best if self._saver else None
-        return Path(best.path) if best else None
+        return self._saver.best_path if self._saver else None
 
     # -- the beginning of a fit
 
@@ -93,7 +87,9 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
                 continued = None
                 self._saver = Saver(policy, self._tracker, self._folder, sum(self._columns(), []))
         fit.callback(self._saver.release)
-        self._saver.prepare(self._size_on_main, self.learn.n_epoch, state, again=continued is not None)
+        path, who = self._folder / f'{self.fname}.pth', type(self).__name__
+        size = partial(checked_size, self.learn.model, path, who, self.with_opt)
+        self._saver.prepare(size, self.learn.n_epoch, state, bool(continued), takes_over=fit.starts_over)
         self._continues = state is not None
         if state is None:
             self.last_saved_path = None  # loggers take it for this fit's
@@ -101,12 +97,6 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
     @property
     def _folder(self):
         return (self.learn.path / self.learn.model_dir).absolute()
-
-    def _size_on_main(self):
-        refuse_sharded(self.learn.model, type(self).__name__)
-        state = model_state(self.learn.model)
-        refuse_unsafe(state, self._folder / f'{self.fname}.pth')
-        return size_of(state) * (3 if self.with_opt else 1)
 
     def state_dict(self) -> dict:
         state = super().state_dict()
@@ -121,8 +111,7 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if 'run' not in state:
             self._resumed = None
             return
-        if state.get('finished'):
-            self._finished = state
+        self._finished = state if state.get('finished') else None
         self.last_saved_path = self._folder / state['last_saved'] if state['last_saved'] else None
 
     # -- epochs
@@ -173,46 +162,11 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         if saver.policy.loads_best:
             self._load_best()
 
-    # -- what is saved and loaded
-
     def _write(self, verdict: Verdict, now: bool, name: str | None = None):
         "On rank 0: write what there is now, or begin to."
-        return self._saver.write_on_main(self._snapshot(verdict), now, name)
-
-    def _snapshot(self, verdict):
-        state = model_state(self.learn.model)
-        if self.with_opt and self.learn.opt is not None:
-            state = {'model': state, 'opt': to_builtin(self.learn.opt.state_dict())}
-        columns = {**dict.fromkeys(sum(self._columns(), [])), **{k: _plain(v) for k, v in self._row.items()}}
-        if verdict.value is not None:
-            columns[self.monitor] = verdict.value
-        numbers = {k: v for k, v in columns.items() if isinstance(v, float) and math.isfinite(v) and len(k) < 200}
-        meta = dict(
-            epoch=self.epoch,
-            iteration=self.train_iter,
-            monitor=self.monitor,
-            value=verdict.value,
-            world_size=world_size(),
-            fastai=version('fastai'),
-            metrics=dict(list(numbers.items())[:100]),  # they must fit in 65 kB
-        )
-        return Snapshot(state, {**columns, 'epoch': self.epoch, 'iteration': self.train_iter}, meta)
+        made = snapshot(self.learn, self._columns(), self._row, verdict, self.monitor, self.with_opt)
+        return self._saver.write_on_main(made, now, name)
 
     def _load_best(self):
-        opt = (self._load_opt, self._check_opt) if self.with_opt else ()
-        self._saver.load_best(self.learn.model, *opt)
-
-    def _load_opt(self, rest):
-        self.learn.opt.load_state_dict(to_device(rest['opt'], next(self.learn.model.parameters()).device))
-
-    def _check_opt(self, rest):
-        check_optimizer(self.learn.opt, rest['opt'], self.best_path)
-
-
-def _plain(value):
-    "A metric as a number or text; None for what is neither."
-    if getattr(value, 'ndim', None) == 0:
-        value = value.item()
-    if isinstance(value, str):
-        return value
-    return float(value) if isinstance(value, (bool, int, float)) else None
+        opt = (load_optimizer, check_optimizer) if self.with_opt else ()
+        self._saver.load_best(self.learn.model, *(partial(f, self.learn, self.best_path) for f in opt))

@@ -7,18 +7,17 @@ from copy import deepcopy
 from fastai.basics import Callback, nn, noop
 from fastai.callback.progress import CSVLogger, ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
-from fastai.data.load import DataLoader
 from fastai.distributed import DistributedTrainer
 from fastai.torch_core import get_model, to_cpu, to_device
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader as TorchLoader
 
 from ..distributed import all_gather, all_or_none, print_on_main, rank, world_size
 from ..distributed.sections import refuse_on_one_rank
 from ..timeline import straggler_summary
 from .departure import note_departure
-from .fit import WatchedCallback, is_evaluating, running_fit
-from .loaders import DDPLoader, EvaluationLoader, OwnLoader, divisible, is_divided
+from .divided_evaluation import DividedEvaluation
+from .fit import running_fit
+from .loaders import DDPLoader, EvaluationLoader, divisible, is_divided
 from .metrics import ExactAverages
 
 __all__ = ['DDPTrainer']
@@ -26,12 +25,8 @@ __all__ = ['DDPTrainer']
 _OF_RANK_0 = CSVLogger, ShowGraphCallback  # one writes a file, the other one draws into the bar, which rank 0 alone has
 
 
-class DDPTrainer(WatchedCallback, DistributedTrainer):
-    """A `DistributedTrainer` for any device, that can be undone when a fit has raised.
-
-    Outside of a fit, the samples of an evaluation are divided among the ranks, and all have to take part. Within a fit,
-    each rank makes predictions by itself, since loggers ask for some on rank 0 alone. A single sample, and a list of
-    batches, is evaluated by each rank itself everywhere."""
+class DDPTrainer(DividedEvaluation, DistributedTrainer):
+    "A `DistributedTrainer` for any device, that can be undone when a fit has raised."
 
     name = 'distributed_trainer'
 
@@ -102,8 +97,8 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
         if not getattr(wrapped, 'broadcast_buffers', True) and any(True for _ in model.buffers()):
             print_on_main(
                 'With broadcast_buffers=False each rank validates with buffers of its own, as the averages of batch '
-                'norm, while a saved model has those of rank 0: the values by which the best is chosen are not those of '
-                'what is saved. Leave broadcast_buffers=True, or use sync_bn=True on GPUs.',
+                'norm, while a saved model has those of rank 0: the values by which the best is chosen are not those '
+                'of what is saved. Leave broadcast_buffers=True, or use sync_bn=True on GPUs.',
                 warn=True,
             )
 
@@ -120,16 +115,6 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
         self._restore_sync()
         if isinstance(self.learn.dl, DDPLoader):
             self.learn.dl.place = f'order of training samples in epoch {self.learn.epoch}'
-
-    def _restore_sync(self):
-        """Undo what forward passes between training and validation have changed.
-
-        Loggers make some on rank 0 alone, after which it would share buffers with ranks that do not."""
-        if isinstance(self.learn.model, DistributedDataParallel):
-            self.learn.model.require_forward_param_sync = self.syncs_buffers
-
-    def _keep_sync(self):
-        self.syncs_buffers = getattr(self.learn.model, 'require_forward_param_sync', True)
 
     def after_train(self):
         self._keep_sync()
@@ -168,72 +153,6 @@ class DDPTrainer(WatchedCallback, DistributedTrainer):
         "Leave a note for ranks that may be waiting for this one: it may be the only one that has cancelled its fit."
         if running_fit(self.learn):
             note_departure(f'cancelled its fit in epoch {self.learn.epoch}')
-
-    # -- an evaluation
-
-    def before_validate(self):
-        "Divide the samples, unless this rank evaluates by itself."
-        dl = self.learn.dl
-        if self._evaluates_alone(dl):
-            self.learn.dl = OwnLoader(dl.dl if isinstance(dl, DDPLoader) else dl)
-            self._hide_model()
-        elif not is_divided(dl):
-            self.learn.dl = self._divided_evaluation(dl)
-        if not is_evaluating(self.learn):
-            self._restore_sync()
-
-    def _evaluates_alone(self, dl):
-        if running_fit(self.learn) and hasattr(self.learn, 'gather_preds'):
-            return True
-        if not isinstance(dl, (DataLoader, TorchLoader)):
-            return True  # `show_results` gives a list of batches
-        n = getattr(dl, 'n', None)
-        return n is not None and n <= 1  # as in `predict`
-
-    def _hide_model(self):
-        "Evaluate the bare model: in DDP it would share buffers with ranks that do not take part."
-        if isinstance(self.learn.model, DistributedDataParallel):
-            self.hidden_model = self.learn.model
-            self.learn.model = self.hidden_model.module
-
-    def _show_model(self):
-        if self.hidden_model is not None:
-            self.learn.model, self.hidden_model = self.hidden_model, None
-
-    def before_batch(self):
-        if self.learn.training:
-            self._show_model()  # if an evaluation has raised, and a callback has ignored it
-
-    def _divided_evaluation(self, dl):
-        refuse_on_one_rank('learn.get_preds' if hasattr(self.learn, 'gather_preds') else 'learn.validate')
-        if not isinstance(dl, EvaluationLoader):
-            dl = self._divided(divisible(getattr(dl, 'dl', dl), 'given'), EvaluationLoader)
-        dl.place = f'order of {self._evaluated()}'
-        if not running_fit(self.learn):
-            # before DDP exchanges anything, by which a rank that is here alone would not be named
-            dl.share_order()
-            if not isinstance(self.learn.model, DistributedDataParallel):
-                self._wrap_model()
-        return dl
-
-    def _evaluated(self):
-        "What is evaluated, for the names of rendezvous: ranks that evaluate something else are at another place."
-        if hasattr(self.learn, 'gather_preds'):
-            return 'samples in get_preds'
-        if not is_evaluating(self.learn):
-            return f'validation samples in epoch {self.learn.epoch}'
-        within = f' in epoch {self.learn.epoch}' if running_fit(self.learn) else ''
-        return f'samples in validate{within}'
-
-    def after_validate(self):
-        "Gather the averages."
-        dl, own = self.learn.dl, not is_evaluating(self.learn)
-        if isinstance(dl, OwnLoader):
-            self._show_model()
-        elif self.averages and not hasattr(self.learn, 'gather_preds'):
-            self.averages.gather(f'averages of epoch {self.learn.epoch}' if own else 'averages of validate')
-        if own:
-            self._keep_sync()
 
 
 def _name(i):

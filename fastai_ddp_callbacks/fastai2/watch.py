@@ -1,9 +1,10 @@
 """fastai 2: the watch on a learner, which tells the events of a fit from those of evaluations during it.
 
-fastai sends the events of a fit (`before_fit`, `before_epoch`, ...) from `validate`, `get_preds`, `tta`, `show_results` and
-`lr_find` too, even while a fit is running, and sends no event when a fit raises. So a learner is watched, as long as one of
-our callbacks is on it, at the methods that everything passes through: `_with_events`, which runs a fit and each of its
-parts, `_do_epoch_validate`, which evaluates, and `_call_one`, which sends one event to all callbacks."""
+fastai sends the events of a fit (`before_fit`, `before_epoch`, ...) from `validate`, `get_preds`, `tta`,
+`show_results` and `lr_find` too, even while a fit is running, and sends no event when a fit raises. So a learner is
+watched, as long as one of our callbacks is on it, at the methods that everything passes through: `_with_events`,
+which runs a fit and each of its parts, `_do_epoch_validate`, which evaluates, and `_call_one`, which sends one event
+to all callbacks."""
 
 from __future__ import annotations
 import copy
@@ -44,8 +45,7 @@ class FitWatch:
         self.inner = [self.shadowed.get(name) or MethodType(getattr(type(learn), name), learn) for name in _METHODS]
         self.fit: Any = None
         self.depth: list[str] = []  # of what is running: 'epoch' while its events are sent, 'epoch body' between them
-        self.evaluations = 0  # during the fit, and within each other
-        self.state: FitState | None = None  # of the fit, during an evaluation
+        self.evaluations: Any = None  # the `_Evaluations` of the running fit
 
     def __deepcopy__(self, memo):
         new = type(self).__new__(type(self))
@@ -72,18 +72,18 @@ class FitWatch:
         if self.fit is None or event_type in ('batch', 'backward', 'step'):
             return self.inner[0](f, event_type, *args, **kwargs)
         if self._is_own_part(event_type):
-            self._end_evaluations(0)  # one whose end nobody saw, as its first event raised
+            self.evaluations.end(0)  # one whose end nobody saw, as its first event raised
             if event_type == 'epoch' and self.learn.epoch < self.fit.first_epoch:
                 return None
             return self._part(f, event_type, *args, **kwargs)
-        with self._evaluation():
+        with self.evaluations.one():
             return self._part(f, event_type, *args, **kwargs)
 
     def do_epoch_validate(self, *args, **kwargs):
         "In the place of `Learner._do_epoch_validate`, which sets `learn.dl` before its first event."
         if self.fit is None or self._is_own_part('validate'):
             return self.inner[2](*args, **kwargs)
-        with self._evaluation():
+        with self.evaluations.one():
             return self.inner[2](*args, **kwargs)
 
     def _is_own_part(self, event_type):
@@ -95,6 +95,7 @@ class FitWatch:
     def _fit(self, *args, **kwargs):
         try:
             with self.new_fit(self.learn) as self.fit:
+                self.evaluations = _Evaluations(self.learn, self.fit.members)
                 result = self._part(*args, **kwargs)
                 self.fit.failed = False
                 return result
@@ -129,8 +130,8 @@ class FitWatch:
         if begins:
             fit.announced = True
         elif event_name == 'before_fit':
-            self._begin_evaluation()
-        if self.evaluations:
+            self.evaluations.begin()
+        if self.evaluations.level:
             return self._send_in_evaluation(event_name)
         if fit.ignored or self._is_extra_batch(event_name):
             self._send(event_name, _hears_anything)
@@ -159,31 +160,40 @@ class FitWatch:
             hears = self._hears_evaluation
         self._send(event_name, hears)
         if event_name == 'after_fit':
-            self._end_evaluations(self.evaluations - 1)
+            self.evaluations.end(self.evaluations.level - 1)
 
     def _hears_evaluation(self, cb):
         "The Recorder, which makes the row that `validate` returns, and callbacks that are there for the evaluation."
         return isinstance(cb, Recorder) or id(cb) not in self.fit.members and not _is(cb, 'is_watched')
 
+
+class _Evaluations:
+    "Evaluations during one fit, also within each other; when the last one ends, the fit is where it was."
+
+    def __init__(self, learn, members):
+        self.learn, self.members = learn, members
+        self.level = 0
+        self.state: FitState | None = None
+
     @contextmanager
-    def _evaluation(self):
-        level = self.evaluations
-        self._begin_evaluation()
+    def one(self):
+        level = self.level
+        self.begin()
         try:
             yield
         finally:
-            self._end_evaluations(level)
+            self.end(level)
 
-    def _begin_evaluation(self):
-        if self.evaluations == 0:
-            self.state = FitState(self.learn, self.fit.members)
-        self.evaluations += 1
+    def begin(self):
+        if self.level == 0:
+            self.state = FitState(self.learn, self.members)
+        self.level += 1
 
-    def _end_evaluations(self, level):
-        if self.evaluations and not level:
+    def end(self, level):
+        if self.level and not level:
             self.state.restore()
             self.state = None
-        self.evaluations = level
+        self.level = level
 
 
 def _is(cb, role):

@@ -17,11 +17,11 @@ _CLOCK_WINDOW = 51  # how many neighbouring rendezvous a clock is compared over:
 def timeline() -> pd.DataFrame:  # one row per rendezvous, in order; empty in one process
     """Every rendezvous that all ranks remember. Call it on all ranks: it gathers what they remember.
 
-    Columns: `name`; `where` it stands in the code; `kind`, what it is for ('wait', 'save', 'load', 'send'); `begin` and `end`, when the first and the last rank arrived, in
-    seconds since the beginning of the first one; `straggler`, the last rank to arrive; `waited`, the seconds that all
-    ranks together waited; and the seconds that each waited, as `rank 0`, `rank 1`, ... The clocks of the ranks need not
-    agree: all leave a rendezvous at the same moment, which shows how far apart they are. `DDPError` in code that runs
-    on one rank only."""
+    Columns: `name`; `where` it stands in the code; `kind`, one of 'wait', 'save', 'load' and 'send'; `begin` and
+    `end`, when the first and the last rank arrived, in seconds since the beginning of the first one; `straggler`, the
+    last rank to arrive; `waited`, the seconds that all ranks together waited; and the seconds that each waited, as
+    `rank 0`, `rank 1`, ... The clocks of the ranks need not agree: all leave a rendezvous at the same moment, which
+    shows how far apart they are. `DDPError` in code that runs on one rank only."""
     places, arrived = _gather_record()
     waits = arrived.max(1, keepdims=True) - arrived
     columns = dict(

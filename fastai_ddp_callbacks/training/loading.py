@@ -95,7 +95,7 @@ def _parted(state):
 
 
 def _sees(path, checksum):
-    "Whether this rank finds the very file, on a disk that may lag behind. A damaged one is found, and refused when it is read."
+    "Whether this rank finds the very file, on a disk that may lag behind. A damaged one is refused when it is read."
     end = time.monotonic() + (0 if is_main_process() else _LAG)
     while True:
         try:

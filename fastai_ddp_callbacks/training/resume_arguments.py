@@ -5,7 +5,7 @@ import math
 from numbers import Integral, Real
 from os import PathLike
 
-__all__ = ['check_resume', 'check_name', 'check_whole_number', 'check_minutes', 'check_exit_status']
+__all__ = ['check_arguments', 'check_resume', 'check_name', 'check_whole_number', 'check_minutes', 'check_exit_status']
 
 
 def check_resume(who: str, resume) -> None:
@@ -44,3 +44,26 @@ def check_exit_status(who: str, argument: str, value) -> None:
         raise TypeError(f'{who}({argument}={value!r}): a whole number from 0 to 255 is needed.')
     if int(value) not in range(256):
         raise ValueError(f'{who}({argument}={value!r}): a whole number from 0 to 255 is needed.')
+
+
+def check_arguments(
+    who: str,  # the callback, for messages
+    resume,  # 'auto', 'must' or 'never'
+    name,  # first part of the files' names, called `fname`
+    exit_status,  # exit status after a signal
+    keep,  # how many of the newest to keep
+    every_epoch,  # save after so many epochs; None: never
+    every_batches,  # save after so many batches; None: never
+    every_minutes,  # save after so many minutes; None: never
+) -> None:
+    "`TypeError` or `ValueError`, with the argument's name, for what makes no sense."
+    check_resume(who, resume)
+    check_name(who, 'fname', name)
+    check_exit_status(who, 'exit_status', exit_status)
+    check_whole_number(who, 'keep', keep)
+    if every_epoch is not None:
+        check_whole_number(who, 'every_epoch', every_epoch)
+    if every_batches is not None:
+        check_whole_number(who, 'every_batches', every_batches)
+    if every_minutes is not None:
+        check_minutes(who, 'every_minutes', every_minutes)

@@ -95,7 +95,7 @@ class SavePolicy:
         return self.tracks_metric and (due or bool(self.keep_best) or not self.every_epoch)
 
     def targets(self) -> set[str]:
-        "The files that are written, as far as they can be known before: names, without suffix, of which fields are a part."
+        "The names of the files that are written, without suffix; fields stay fields."
         name = Template(self.fname)
         written = {self.last, name.with_epoch().text if self.numbered else name.text}
         if self.at_end:

@@ -1,7 +1,7 @@
 """Saving the models of a fit: rank 0 writes and deletes, between rendezvous of all ranks, and all know what is on disk.
 
-What is due, every rank knows by itself: it follows from the agreed value. What became of it, rank 0 reports: at once, or
-in a later rendezvous where it writes in the background."""
+What is due, every rank knows by itself: it follows from the agreed value. What became of it, rank 0 reports: at once,
+or in a later rendezvous where it writes in the background."""
 
 from __future__ import annotations
 from collections.abc import Callable
@@ -35,6 +35,15 @@ class Saver(SaverOnMain):
         self.tracker = tracker
         self.last_path: Path | None = None  # of what was saved last, and is durable
 
+    @property
+    def best_path(self) -> Path | None:
+        best = self.store.best
+        return Path(best.path) if best else None
+
+    @property
+    def best_paths(self) -> list[Path]:
+        return [Path(saved.path) for saved in self.store.ranked()]
+
     def saves_to(
         self,
         policy: SavePolicy,
@@ -49,10 +58,12 @@ class Saver(SaverOnMain):
         epochs: int,  # of the fit
         state: dict | None = None,  # of a run that was interrupted, to be continued
         again: bool = False,  # whether an earlier fit has saved here, and this one continues its list
+        takes_over: bool = False,  # whether the files of a run that was killed before it could be resumed are its own
     ) -> None:
-        "Reserve the name on rank 0, and bring the list of files in step with the disk. Raises what `Store.prepare` raises."
-        files, best = run_on_main(self._prepare, (size, epochs, state, again))
+        "Reserve the name on rank 0, and bring the list of files in step with the disk. Raises as `Store.prepare`."
+        files, best, run, repeated = run_on_main(self._prepare, (size, epochs, state, again, takes_over))
         self.due = []
+        self.store.run, self.store.again = run, repeated
         if state:
             self._resume(state, files)
         elif again:  # rank 0 knows what is on disk, however the earlier fit has ended
@@ -114,7 +125,7 @@ class Saver(SaverOnMain):
         load_rest: Callable | None = None,  # called with what else the file holds, as {'opt':...}
         check_rest: Callable | None = None,  # called with the same before anything is changed, to refuse it
     ) -> None:
-        "Load the best model that this saver has saved on every rank. A warning if there is none: no other file is loaded."
+        "Load the best model of this saver on every rank. A warning if there is none: no other file is loaded."
         best = self.store.best
         if best:
             return load_everywhere(model, best.path, best.checksum, load_rest, check_rest)

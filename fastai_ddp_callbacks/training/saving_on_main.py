@@ -1,4 +1,4 @@
-"What rank 0 does to save: it prepares the store, writes, at once or in the background, and deletes what is not to be kept."
+"What rank 0 does to save: it prepares the store, writes, at once or in the background, and deletes."
 
 from __future__ import annotations
 from functools import partial
@@ -36,7 +36,7 @@ class SaverOnMain:
         self.writer = Writer()
         self.due: list[Verdict] = []  # of the saves whose outcome is not known yet, the oldest first; on all ranks
 
-    def _prepare(self, size, epochs, state, again):
+    def _prepare(self, size, epochs, state, again, takes_over):
         if again:
             self._finish_earlier_write()
         try:
@@ -45,7 +45,11 @@ class SaverOnMain:
             if self.policy.on_error == 'raise':
                 raise
             print_on_main(str(e), warn=True)
-        return (self.store.found_whole(state), None) if state else (self.store.files, self.store.best)
+        if state:
+            return self.store.found_whole(state), None, self.store.run, []
+        if takes_over:
+            self.store.replace_killed_run()
+        return self.store.files, self.store.best, self.store.run, self.store.again
 
     def _finish_earlier_write(self):
         "Of an earlier fit that raised while it was writing."
@@ -81,7 +85,7 @@ class SaverOnMain:
         return self.store.place(fields, self.store.replaced(verdict.epoch, verdict.value))
 
     def _finished(self, if_done=False):
-        "The outcome of what is being written, when it is done; none if nothing is, or with `if_done` if it is not done."
+        "The outcome of what is being written, when it is done. None if nothing is, or, with `if_done`, not yet."
         if not self.writer.busy or if_done and not self.writer.done:
             return []
         return [self._outcome(self.writer.wait, self.due[0])]

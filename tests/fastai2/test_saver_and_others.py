@@ -1,6 +1,6 @@
 "The saver in fits that follow each other, with optimizers of torch, and together with other callbacks that save."
 
-import pickle, subprocess, sys
+import os, pickle, signal, subprocess, sys
 from functools import partial
 from pathlib import Path
 
@@ -174,6 +174,26 @@ def test_resumed_with_at_end_the_best_value_is_that_of_the_uninterrupted_fit(tmp
     cb = saver()
     fit(learner(tmp_path), [3.0, 1.0, 2.0, 4.0], cb, DDPResumeCallback())
     assert cb.best == 1.0
+
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_what_a_run_saved_before_it_could_be_resumed_is_replaced_when_it_is_started_again(tmp_path, world_size):
+    class Dies(Callback):
+        order = DDPSaveModelCallback.order + 1  # after the model is saved, and before all that resuming needs
+
+        def after_epoch(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def scenario(*cbs):
+        learn, cb = learner(tmp_path), DDPSaveModelCallback(keep_best=1, keep_last=1)
+        with ddp_ctx(learn):
+            fit(learn, [3.0, 1.0, 2.0], cb, DDPResumeCallback(), *cbs)
+        return [o.name for o in cb.best_paths]
+
+    assert {o.exitcode for o in run(scenario, world_size, Dies())} <= {-signal.SIGKILL, 0, 1}
+    assert [o.name for o in (tmp_path / 'models').glob('model*')] == ['model_0.pth']
+    assert values(run(scenario, world_size)) == [['model_1.pth', 'model_2.pth']] * world_size
+    assert sorted(o.name for o in (tmp_path / 'models').glob('model*')) == ['model_1.pth', 'model_2.pth']
 
 
 # -- arguments
