@@ -50,6 +50,7 @@ class _DDPTrainer(FitCallback, DistributedTrainer):
         super().__init__(learn)
         self.kwargs = kwargs  # for `DistributedDataParallel`
         self.shares = Shares(None)
+        self.exclude += ['_whole']  # not pickled
 
     def metrics_of(self, metrics: list) -> list:
         return exact_metrics(metrics, self.shares)
@@ -141,7 +142,7 @@ def ddp_ctx(
     learn: Learner,  # the `Learner` to train; its data say whether on GPUs (each rank on its own) or on the CPU
     **kwargs,  # for `DistributedDataParallel`
 ) -> Iterator[Learner]:
-    """Adapt a learner to DistributedDataParallel, as `learn.to_distributed(gpu)` does; also on the CPU, with one rank.
+    """Adapt a learner to DistributedDataParallel, as `learn.to_distributed(gpu)` does; on the CPU and one rank too.
 
     Uses the default process group, or makes it where a launcher has set its variables. Whatever is raised inside is
     reported to the other ranks, and the learner is restored: model, data loaders and callbacks."""

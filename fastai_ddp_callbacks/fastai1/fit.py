@@ -150,6 +150,12 @@ class FitCallback:
         "The metrics that are to be computed in their place."
         return metrics
 
+    def get_state(self, minimal: bool = True) -> dict:
+        "What `learn.purge()` and `learn.export()` pickle: nothing of a fit."
+        state = super().get_state(minimal)  # type: ignore[misc]
+        state.pop('_fit', None)
+        return state
+
     def _hears(self, pbar):
         "Whether an event with this progress bar is one of the running fit."
         return self._fit is not None and pbar is not None and pbar is self._fit.pbar

@@ -55,7 +55,7 @@ class DDPResumeCallback(FitCallback, LearnerCallback):
         self.keep = keep
         self.name = name
         self.resume = resume
-        self.exclude += ['_fit', '_files', '_earlier', '_plan']
+        self.exclude += ['_files', '_earlier', '_plan']
 
     # -- the beginning of a fit
 

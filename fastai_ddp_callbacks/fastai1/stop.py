@@ -18,7 +18,7 @@ class DDPTerminateOnNaNCallback(FitCallback, TerminateOnNaNCallback):
     With several ranks that is the batch after: they exchange flags in the background. Validation is not cut short, as
     metrics may have a collective in each of its batches."""
 
-    exclude = ['_fit', '_flag']  # not pickled
+    exclude = ['_flag']  # not pickled
     _flag: BatchFlag | None = None
 
     def begin(self, fit: Fit) -> None:

@@ -43,7 +43,7 @@ class DDPTrackerCallback(FitCallback, TrackerCallback):
         self.reduce = reduce
         self._tracker = Tracker(monitor, self.operator, reduce=reduce)
         self._is_guess = self.mode == 'auto' and is_higher_better(monitor) is None
-        self.exclude += ['opt', '_fit', '_tracker']  # `learn.purge()` and `learn.export()` pickle the rest
+        self.exclude += ['opt', '_tracker']  # `learn.purge()` and `learn.export()` pickle the rest
 
     @property
     def cb_name(self) -> str:

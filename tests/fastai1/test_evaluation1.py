@@ -136,3 +136,35 @@ def test_a_loop_of_which_our_callbacks_do_not_know_is_refused(tmp_path):
     for callback in (DDPSaveModelCallback(learn), DDPTerminateOnNaNCallback()):
         with pytest.raises(RuntimeError, match='before that function is imported by name'):
             loop(1, learn, callbacks=[basic_train.Recorder(learn), callback])
+
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_a_validation_during_a_fit_changes_no_decision(tmp_path, world_size):
+    def scenario(asks):
+        learn = learner(tmp_path / str(asks), metrics=[mae])
+        learn.callbacks.append(DDPSaveModelCallback(learn, keep_best=2))
+
+        def ask(**_):
+            before = torch.get_rng_state()
+            learn.validate()
+            torch.set_rng_state(before)
+
+        fit(learn, *([Hook(learn, 'epoch_end', ask)] if asks else []), lr=0.01)
+        saver = learn.save_model_callback
+        return saver.best, [path.name for path in saver.best_paths], digest(learn.model)
+
+    assert values(run(scenario, world_size, True)) == values(run(scenario, world_size, False))
+
+
+def test_a_learner_can_be_exported_and_our_callbacks_know_their_arguments_during_a_fit(tmp_path):
+    learn = learner(tmp_path)
+    learn.callbacks += [DDPSaveModelCallback(learn, name='x'), DDPTerminateOnNaNCallback()]
+    learn.data.valid_ds.get_state = lambda **_: {}  # the data set of these tests is none of fastai's
+
+    def export(**_):
+        learn.export('learner.pkl')
+
+    fit(learn, Hook(learn, 'epoch_end', export), n=1)
+    state = torch.load(tmp_path / 'learner.pkl', weights_only=False)['cb_state']
+    assert state[DDPSaveModelCallback]['name'] == 'x'
+    assert not [name for own in state.values() for name in own if name in ('_fit', '_saver', '_flag')]
