@@ -82,10 +82,10 @@ class DDPSaveModelCallback(DDPTrackerCallback, SaveModelCallback):
         super().begin(fit)
         with propagate_failure(f'{self.name}.begin'):
             policy = self.policy
-            replace_other_savers(self, fit)
             if not continued or not continued.saves_to(policy, self._folder):
                 continued = None
                 self._saver = Saver(policy, self._tracker, self._folder, sum(self._columns(), []))
+            replace_other_savers(self, fit)
         fit.callback(self._saver.release)
         path, who = self._folder / f'{self.fname}.pth', type(self).__name__
         size = partial(checked_size, self.learn.model, path, who, self.with_opt)
