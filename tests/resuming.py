@@ -220,7 +220,8 @@ def train(path, *cbs, fit='fit_one_cycle', n=4, data={}, look=None, **kwargs):
     return dict(
         outcome(learn, cbs),
         saves=cb.saves,
-        warnings=[str(warning.message) for warning in seen if warning.category is UserWarning],
+        # those of other packages are shown once in a process
+        warnings=[str(o.message) for o in seen if o.category is UserWarning and 'site-packages' not in o.filename],
     )
 
 

@@ -13,9 +13,12 @@ class _Pickler(pickle.Pickler):
     "Writes the memory of tensors as it is; torch makes a file of it in memory first, and bytes of that file."
 
     def reducer_override(self, obj):
-        if type(obj) is not torch.storage.TypedStorage or obj.device.type != 'cpu':
+        if type(obj) is not torch.storage.TypedStorage:
             return NotImplemented
-        memory = torch.empty(0, dtype=torch.uint8).set_(obj.untyped())
+        storage = obj._untyped_storage  # its public methods warn that they are deprecated
+        if storage.device.type != 'cpu':
+            return NotImplemented
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         return _storage, (memory.numpy(), obj.dtype)
 
 
