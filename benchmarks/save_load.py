@@ -15,25 +15,17 @@ before it, as a fraction of the model: mapped pages of the file do not count, as
 The targets that `--check` holds, as ratios of medians:"""
 
 from __future__ import annotations
-import argparse, ctypes, json, logging, os, statistics, sys, tempfile, time, warnings
+import argparse, json, os, statistics, sys, tempfile, time, warnings
 from pathlib import Path
 
 _START = time.monotonic()  # the imports count
 
 import torch, torch.multiprocessing as mp
 
-with warnings.catch_warnings():
-    warnings.simplefilter('ignore')  # how they use torch
-    from fastai.data.core import DataLoaders
-    from fastai.learner import Learner
+from contenders import SAVES_AND_LOADS, lightning, learner
+from memory import anonymous, release_free_memory
 
-    try:
-        from lightning import pytorch as lightning
-    except ImportError:
-        lightning = None
-
-from fastai_ddp_callbacks.checkpoint.file import read_checkpoint, write_checkpoint
-from fastai_ddp_callbacks.checkpoint.state import load_model_state, model_state
+from fastai_ddp_callbacks.checkpoint.state import model_state
 
 SIZES = 100, 500  # MB, for which the targets hold
 TARGETS = [  # what, of which other, at most
@@ -45,93 +37,7 @@ TARGETS = [  # what, of which other, at most
     ('memory', 'model', 0.2),
 ]
 RANKS = 1, 2, 4
-
-
-# -- the contenders
-
-
-def learner(mb, folder):
-    "A model of `mb` MB in 77 tensors, from 8 bytes to about 6% of the model."
-    width = round((mb * 1e6 / 4 / 72) ** 0.5)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        *(torch.nn.TransformerEncoderLayer(width, 1, 4 * width) for _ in range(6)), torch.nn.BatchNorm1d(width)
-    )
-    return Learner(
-        DataLoaders.from_dsets([0], [0], bs=1, num_workers=0, device='cpu'),
-        model,
-        loss_func=torch.nn.functional.mse_loss,
-        path=folder,
-        model_dir='.',
-    )
-
-
-class Ours:
-    def __init__(self, learn):
-        self.model, self.path = learn.model, learn.path / 'ours.pth'
-
-    def save(self):
-        write_checkpoint(model_state(self.model), self.path, dict(epoch=0, monitor='valid_loss', value=0.5))
-
-    def load(self):
-        load_model_state(self.model, read_checkpoint(self.path)[0], self.path)
-
-
-class Stock:
-    def __init__(self, learn):
-        self.learn = learn
-
-    def save(self):
-        self.learn.save('stock', with_opt=False)
-
-    def load(self):
-        self.learn.load('stock', with_opt=False)
-
-
-class Lightning:
-    def __init__(self, learn):
-        for o in ('lightning.pytorch', 'lightning.fabric'):
-            logging.getLogger(o).setLevel(logging.ERROR)
-        module = lightning.LightningModule()
-        module.net, self.path = learn.model, learn.path / 'lightning.ckpt'
-        self.trainer = lightning.Trainer(
-            accelerator='cpu', devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-        )
-        self.trainer.strategy.connect(module)  # as `fit` does
-
-    def save(self):
-        self.trainer.save_checkpoint(self.path, weights_only=True)
-
-    def load(self):
-        self.trainer.strategy.load_model_state_dict(self.trainer.strategy.load_checkpoint(self.path))
-
-
-class Raw:
-    def __init__(self, learn):
-        self.path, self.source, self.data = learn.path / 'raw', learn.path / 'ours.pth', None
-
-    def save(self):
-        if self.data is None:
-            self.data = bytearray(self.source.read_bytes())
-        temporary = self.path.with_suffix('.writing')
-        with open(temporary, 'wb', buffering=0) as f:
-            written = f.write(self.data)
-            os.fsync(f.fileno())
-        assert written == len(self.data)
-        os.replace(temporary, self.path)
-
-    def load(self):
-        if self.data is None:
-            self.data = bytearray(self.path.stat().st_size)
-        with open(self.path, 'rb', buffering=0) as f:
-            assert f.readinto(self.data) == len(self.data)
-
-
 MISSING = [] if lightning else ['lightning']
-CONTENDERS = {k: v for k, v in dict(ours=Ours, stock=Stock, lightning=Lightning, raw=Raw).items() if k not in MISSING}
-
-
-# -- the measurements
 
 
 class Ranks:
@@ -158,14 +64,9 @@ def run(rank, n, f, ranks):
     return max(ranks.times[:n])
 
 
-def anonymous(pid):
-    with open(f'/proc/{pid}/status') as f:
-        return next(int(o.split()[1]) * 1024 for o in f if o.startswith('RssAnon'))
-
-
 def memory(rank, f, ranks):
     "The peak of rank 0's own memory during `f` above that before, in bytes, as rank 1 sees it."
-    ctypes.CDLL(None).malloc_trim(0)  # memory that is free already would hide some
+    release_free_memory()
     if rank == 0:
         ranks.word.value = os.getpid()
     ranks.meet()
@@ -201,7 +102,11 @@ def worker(rank, mb, folder, rounds, end, ranks, queue):
     torch.set_grad_enabled(False)
     warnings.simplefilter('ignore')
     learn = learner(mb, folder)
-    state, those, names = model_state(learn.model), {k: v(learn) for k, v in CONTENDERS.items()}, [*CONTENDERS]
+    state, those, names = (
+        model_state(learn.model),
+        {k: v(learn) for k, v in SAVES_AND_LOADS.items()},
+        [*SAVES_AND_LOADS],
+    )
     size = sum(o.nbytes for o in state.values())
     figures = {'save': {}, **{f'load on {n}': {} for n in RANKS}, 'memory': {'model': [1.0]}}
 
@@ -266,7 +171,7 @@ def main():
     args = parser.parse_args()
     for name in MISSING:
         print(f'missing: {name} is not installed (pip install fastai_ddp_callbacks[bench])')
-    others, results, missed = [o for o in CONTENDERS if o != 'ours'], {}, []
+    others, results, missed = [o for o in SAVES_AND_LOADS if o != 'ours'], {}, []
     end = _START + (44 if args.quick else 240)
     for i, mb in enumerate(args.sizes):
         share = (mb + 30) / sum(o + 30 for o in args.sizes[i:])  # of the time that is left
@@ -274,17 +179,17 @@ def main():
         results[mb] = medians
         print(
             f'\n{f"{size / 1e6:.0f} MB, ms, medians of {saves} saves":34}'
-            + ''.join(f'{o:>10}' for o in CONTENDERS)
+            + ''.join(f'{o:>10}' for o in SAVES_AND_LOADS)
             + '   ours of'
             + ''.join(f'{o:>10}' for o in others)
         )
         for what, m in medians.items():
             if what == 'memory':
-                print(f'  {"memory, of the model":32}' + ''.join(f'{m[o]:10.2f}' for o in CONTENDERS), flush=True)
+                print(f'  {"memory, of the model":32}' + ''.join(f'{m[o]:10.2f}' for o in SAVES_AND_LOADS), flush=True)
             else:
                 print(
                     f'  {what:32}'
-                    + ''.join(f'{m[o] * 1e3:10.1f}' for o in CONTENDERS)
+                    + ''.join(f'{m[o] * 1e3:10.1f}' for o in SAVES_AND_LOADS)
                     + ' ' * 10
                     + ''.join(f'{m["ours"] / m[o]:10.2f}' for o in others)
                 )

@@ -55,12 +55,7 @@ class Store(KeptFiles):
         most = self.policy.most_files(count) if self.selective or self.several else 1
         needed = size * (most + 1)  # one more while the next one is written
         free = self.disk.free(self._base(self.template), self._path(self.template.text))
-        if free < needed:
-            warnings.warn(
-                f'{self.folder} has {free / 1e6:.1f} MB left. The checkpoints of this run will need about '
-                f'{needed / 1e6:.1f} MB: saving may fail.',
-                stacklevel=2,
-            )
+        _warn_of_little_space(self.folder, free, needed)
 
     def release(self) -> None:
         "Let other runs have the name."
@@ -170,6 +165,15 @@ class Store(KeptFiles):
         base = self._base(template)
         path = base / lock_name(self.folder / template.text, base)
         return self.disk.lock(path, f'{template.text!r} in {self.folder}', self.run)
+
+
+def _warn_of_little_space(folder, free, needed):  # in bytes
+    if free < needed:
+        warnings.warn(
+            f'{folder} has {free / 1e6:.1f} MB left. The checkpoints of this run will need about '
+            f'{needed / 1e6:.1f} MB: saving may fail.',
+            stacklevel=3,  # where `prepare` was called
+        )
 
 
 def delete(

@@ -5,21 +5,21 @@ every other one is. What goes wrong outside a rendezvous is written as a note in
 waits looks every now and then. After a note the group is given up, and the ranks meet in one of the next generation."""
 
 from __future__ import annotations
-import threading, time, weakref
+import time, weakref
 from collections import deque
-from contextlib import contextmanager
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import torch, torch.distributed as dist
 
-from ..errors import DDPError
 from . import heard
-from .blocking import call_in_thread, new_connection
+from .assembly import Assembly
+from .blocking import new_connection
 from .call_site import Place
+from .exclusive_wait import ExclusiveWait
 from .failure import NOTE_SIZE, Board, Note, failed
-from .group import make_gloo_group
 from .lookout import Lookout
 from .presence import Presence
+from .reports import Reports
 from .wait import FIRST_LOOK, Wait
 from .wire import FAILED, NOTHING, Row, pack_row, place_hash, unpack_row
 from .witness import mismatch
@@ -49,15 +49,17 @@ class Control:
         # Some launchers keep one store over several process groups: count the groups that this rank has seen.
         self.store = dist.PrefixStore(str(store.add(f'life/{self.rank}', 1)), store)
         self.presence, self.board = Presence(self.store, self.rank, self.size), Board(self.store)
-        self.lookout = Lookout(self.presence, self.board)
+        self.reports = Reports(self.board, self.rank, self.size)
+        self.lookout = Lookout(self.presence, self.reports)
+        self._assembly = Assembly(self.store, self.presence, self.lookout, self.world)
+        self._one_wait = ExclusiveWait(self.reports)
         self.record: deque[Met] = deque(maxlen=_REMEMBERED)
-        self._lock = threading.Lock()
         heard.forget()
 
     @property
     def generation(self):
         "The group at hand."
-        return self.lookout.generation
+        return self.reports.generation
 
     def meet(
         self,
@@ -70,11 +72,11 @@ class Control:
     ) -> list[Row]:  # one per rank
         "Meet all ranks at `place`. Raises on every rank if one has failed, is elsewhere, or does not come."
         came = time.time_ns()  # before the group is made, which waits for all ranks too
-        with self._waiting(place, timeout, failure) as wait:
+        with self._one_wait.begin(place, timeout, failure) as wait:
             here = place_hash(place.call)
             row = Row(here, FAILED if failure else kind, bits, came, bytes(data) if len(data) <= self.inline else b'')
             packed = pack_row(row, self.inline)
-            self._join(wait)
+            self._assembly.join(wait)
             rows = [unpack_row(one, self.inline) for one in self._all_to_all(packed, len(packed), wait)]
             self._remember(place, rows)
             # Those who came first may have given up before the last one came, with their messages under way. If the
@@ -93,7 +95,7 @@ class Control:
         timeout: float,  # seconds
     ) -> list[memoryview]:  # of each rank, in `size` bytes with blanks behind them
         "What every rank has, on every rank."
-        with self._waiting(place, timeout) as wait:
+        with self._one_wait.begin(place, timeout) as wait:
             return self._all_to_all(data, size, wait)
 
     def broadcast_bytes(
@@ -117,7 +119,7 @@ class Control:
         timeout: float,  # seconds
     ) -> None:
         "Fill `tensor` with what rank `src` has in it."
-        with self._waiting(place, timeout) as wait:
+        with self._one_wait.begin(place, timeout) as wait:
             self.lookout.run(lambda: wait.generation.broadcast(tensor, src, timeout + 1), wait)
 
     def ranks_of_node(
@@ -126,8 +128,8 @@ class Control:
         timeout: float,  # seconds
     ) -> list[int]:
         "The ranks that run on this rank's host, in order. A rendezvous of all ranks the first time."
-        with self._waiting(place, timeout) as wait:
-            self._join(wait)
+        with self._one_wait.begin(place, timeout) as wait:
+            self._assembly.join(wait)
             return [neighbour.rank for neighbour in self.presence.neighbours()]
 
     def new_group(
@@ -137,8 +139,8 @@ class Control:
         timeout: float,  # seconds
     ) -> dist.ProcessGroupGloo:
         "Another gloo group of all ranks, which are known to be about to make it too."
-        with self._waiting(place, timeout) as wait:
-            return self._make_group(name, wait)
+        with self._one_wait.begin(place, timeout) as wait:
+            return self._assembly.make_group(name, wait)
 
     def wait_for(
         self,
@@ -147,12 +149,12 @@ class Control:
         timeout: float,  # seconds
     ) -> None:
         "Wait for `work` as for a rendezvous."
-        with self._waiting(place, timeout) as wait:
+        with self._one_wait.begin(place, timeout) as wait:
             self.lookout.wait_for(work, wait)
 
     def raise_connection_lost(self, error: BaseException, place: Place) -> None:
         "Such a group is broken: raise why."
-        with self._waiting(place, 1) as wait:
+        with self._one_wait.begin(place, 1) as wait:
             self.lookout.raise_connection_lost(error, wait)
 
     def _all_to_all(self, data, size, wait):
@@ -177,67 +179,3 @@ class Control:
         error = error or mismatch({note.rank: note.place for note in notes})
         heard.mark(error)
         raise error
-
-    @contextmanager
-    def _waiting(self, place: Place, timeout: float, failure: BaseException | None = None) -> Iterator[Wait]:
-        """One wait at a time, in a group of all ranks; whatever ends it early is reported to the others. A rank that
-        has failed raises its own `failure`."""
-        if not self._lock.acquire(blocking=False):
-            raise DDPError(
-                f'{place} was called on rank {self.rank} while another of its threads waits in a rendezvous. '
-                'Let one thread of each rank do all the meeting.'
-            )
-        try:
-            with heard.listening() as known:
-                try:
-                    yield Wait(place, timeout, self.generation, failure)
-                except BaseException as e:
-                    if e not in known:
-                        self.lookout.report_failure(e, place)
-                    if failure is None or e is failure:
-                        raise
-                    heard.mark(failure)
-                    raise failure from e
-        finally:
-            self._lock.release()
-
-    def _join(self, wait):
-        "Make the group of this generation, once all ranks ask for it."
-        generation = wait.generation
-        if generation.group is not None:
-            return
-        if not dist.is_gloo_available():
-            generation.borrow(self.world(), wait.place)
-            return
-        self._gather(wait)
-        generation.group = self._make_group(f'group/{generation.number}', wait)
-
-    def _gather(self, wait):
-        "Wait in the store until all ranks have come."
-
-        def all_have_come(seconds):
-            end, pause = time.monotonic() + seconds, 0.001
-            try:
-                while not self.presence.all_have_joined(wait.generation.number):
-                    if time.monotonic() >= end:
-                        return False
-                    time.sleep(pause)
-                    pause = min(2 * pause, seconds)
-            except RuntimeError as e:
-                self.lookout.raise_connection_lost(e, wait)
-            return True
-
-        self.presence.join(wait.generation.number)
-        self.lookout.wait_until(all_have_come, wait)
-
-    def _make_group(self, name, wait):
-        try:
-            store = dist.PrefixStore(name, new_connection(self.store))
-            return call_in_thread(
-                lambda: make_gloo_group(store, self.rank, self.size, wait.timeout),
-                lambda ended: self.lookout.wait_until(ended, wait),
-            )
-        except DDPError:
-            raise
-        except RuntimeError as e:
-            self.lookout.raise_connection_lost(e, wait)

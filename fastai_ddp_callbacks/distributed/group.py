@@ -42,7 +42,7 @@ class Generation:
     ):
         self.number, self.size = number, size
         self.count = 0  # waits of all ranks that have ended in it: what ranks do alike, they count alike
-        self.group = None
+        self.group: dist.ProcessGroup | dist.ProcessGroupGloo | None = None
         self.device = torch.device('cpu')
         self.pending: dist.Work | None = None
         self.borrowed = False  # whether the group is the default process group

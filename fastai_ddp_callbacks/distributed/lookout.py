@@ -1,17 +1,15 @@
 "Waiting for the other ranks, with an eye on those who fail, die or do not come. Every wait has an end."
 
 from __future__ import annotations
-import time, warnings
+import time
 from contextlib import suppress
 from typing import Any, Callable, NoReturn
 
 import torch.distributed as dist
 
 from ..errors import DDPError
-from . import heard
-from .failure import Board, Note, failed
-from .group import Generation
 from .presence import Presence
+from .reports import Reports
 from .wait import FIRST_LOOK, Wait
 from .witness import Witness
 
@@ -24,11 +22,10 @@ class Lookout:
     def __init__(
         self,
         presence: Presence,
-        board: Board,
+        reports: Reports,
     ):
-        self.presence, self.board, self.rank = presence, board, presence.rank
-        self.witness = Witness(presence, board)
-        self.generation = Generation(0, presence.size)
+        self.presence, self.reports = presence, reports
+        self.witness = Witness(presence, reports.board)
 
     def wait_until(
         self,
@@ -84,12 +81,12 @@ class Lookout:
     def check_for_failure(self, wait: Wait) -> RuntimeError | None:  # the error, if the store does not answer
         "Raise if a rank has reported a failure."
         try:
-            note = self.board.first(wait.generation.number)
+            note = self.reports.board.first(wait.generation.number)
         except RuntimeError as e:
             return e
         if note is not None:
-            self.discard_group(wait.generation)
-            raise self._error(note)
+            self.reports.discard_group(wait.generation)
+            raise self.reports.error(note)
         return None
 
     def _look_out(self, wait):
@@ -101,35 +98,17 @@ class Lookout:
             return e
         return self.check_for_failure(wait)
 
-    def report_failure(
-        self,
-        error: BaseException,  # that ends this rank's part of the work
-        place: object = None,  # where; by default the line that raised it
-    ) -> None:
-        "Let the other ranks know of `error`; with a warning if the store is gone."
-        try:
-            self._post(failed(error, place, self.rank), self.generation)
-        except RuntimeError as e:
-            warnings.warn(f'rank {self.rank} failed and could not report it to the other ranks: {e}')
-        heard.mark(error)
-
-    def discard_group(self, generation: Generation) -> None:
-        "Give up the group of this generation, once: another thread of this rank may have done so."
-        if generation is self.generation:
-            self.generation = generation.discard()
-            heard.forget()
-
     def find_cause(
         self,
         error: BaseException,  # of the network, in a collective that is not ours
     ) -> DDPError | None:
         "The failure, death or absence of another rank that has led to `error`, as an error to raise; None if unknown."
-        generation = self.generation
+        generation = self.reports.generation
         found = self.witness.find_out(error, generation)
         if found.note is not None:
-            return None if found.note.rank == self.rank else self._error(found.note)
+            return None if found.note.rank == self.presence.rank else self.reports.error(found.note)
         if found.dead:
-            return self._error(self._posted_if_possible(self.witness.note_of_death(found), generation))
+            return self.reports.error(self.reports.post_if_possible(self.witness.note_of_death(found), generation))
         if found.store_is_gone:
             return None
         return self.witness.absence_from_torch(error, generation)
@@ -141,9 +120,11 @@ class Lookout:
         found = self.witness.find_out(error, wait.generation)
         note = found.note
         if note is None:
-            note = self._posted_if_possible(self.witness.note_of_death(found, wait.generation.spot), wait.generation)
-        self.discard_group(wait.generation)
-        raise self._error(note, wait.place) from found.error
+            note = self.reports.post_if_possible(
+                self.witness.note_of_death(found, wait.generation.spot), wait.generation
+            )
+        self.reports.discard_group(wait.generation)
+        raise self.reports.error(note, wait.place) from found.error
 
     def _raise_timeout(self, wait):
         if wait.failure is not None:
@@ -151,23 +132,4 @@ class Lookout:
         store_error = self.check_for_failure(wait)
         if store_error is not None:
             self.raise_connection_lost(store_error, wait)
-        raise self._error(self._post(self.witness.note_of_absence(wait), wait.generation), wait.place)
-
-    def _post(self, note: Note, generation: Generation) -> Note:
-        "Put `note` where all ranks look, and give up the group. Gives the note that counts."
-        try:
-            return self.board.post(generation.number, note)
-        finally:
-            self.discard_group(generation)
-
-    def _posted_if_possible(self, note, generation):
-        try:
-            return self._post(note, generation)
-        except RuntimeError:  # without the store nobody is left to read it
-            return note
-
-    def _error(self, note, place=None):
-        "The exception for `note`, of which all ranks hear."
-        error = note.error(self.rank, place)
-        heard.mark(error)
-        return error
+        raise self.reports.error(self.reports.post(self.witness.note_of_absence(wait), wait.generation), wait.place)

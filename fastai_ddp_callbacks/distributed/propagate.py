@@ -57,9 +57,9 @@ def report_failure(
             return None
         cause = control.lookout.find_cause(error) if is_network_error(error) else None
         if cause is None:
-            control.lookout.report_failure(error, place)
+            control.reports.report_failure(error, place)
         elif cause not in known:
-            control.lookout.report_failure(cause, place or 'a collective of torch')
+            control.reports.report_failure(cause, place or 'a collective of torch')
         return cause
     except RuntimeError as e:
         warnings.warn(f'rank {rank()} failed and cannot report it to the other ranks: {e}')

@@ -2,23 +2,28 @@
 with them."""
 
 from __future__ import annotations
-import glob, os
+import glob
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint.file import read_metadata, verify_checkpoint
+from ..checkpoint.file import read_metadata
 from ..checkpoint.store import Saved, Store, delete, in_order
 from ..distributed import print_on_main, world_size
 from ..distributed.progress import with_progress
 from ..errors import CheckpointError, MismatchedCheckpointError
-from .earlier_fits import EarlierFits, has_ended_here
+from .earlier_fits import EarlierFits
 from .loading import load_everywhere
+from .resume_choice import (
+    FROM_SCRATCH,
+    candidates,
+    check_epochs,
+    newest_whole,
+    refuse_if_ended_here,
+    warn_of_damaged,
+)
 
 __all__ = ['EarlierFits', 'Found', 'ResumeFiles', 'load', 'callback_keys', 'is_stateful', 'progress', 'FROM_SCRATCH']
-
-FROM_SCRATCH = "Give this fit another name, or resume='never' to start from scratch."
 
 
 class Found(NamedTuple):
@@ -64,8 +69,8 @@ class ResumeFiles:
         if resume == 'never':
             return None
         metas = self._after(metas, earlier)
-        path = self._newest_whole(self._candidates(metas, n_epoch, would_train), damaged)
-        self._warn_of(damaged, path)
+        path = newest_whole(candidates(metas, n_epoch, would_train), damaged)
+        warn_of_damaged(damaged, path)
         if path is None:
             if resume == 'must' and not earlier.trained:
                 message = f'There is no whole {self._pattern} to resume from.'
@@ -75,8 +80,8 @@ class ResumeFiles:
         if meta['n_epoch'] == 0 < n_epoch:
             meta = dict(meta, finished=False)  # nothing was trained: whatever follows continues from its end
         else:
-            self._check_epochs(path, meta, n_epoch, scheduled)
-        self._refuse_if_ended_here(path, meta)
+            check_epochs(path, meta, n_epoch, scheduled)
+        refuse_if_ended_here(path, meta)
         self._continue(path, metas)
         return Found(path, meta['checksum'], meta)
 
@@ -108,56 +113,6 @@ class ResumeFiles:
                 warn=True,
             )
         return ours
-
-    def _refuse_if_ended_here(self, path, meta):
-        if has_ended_here(meta['run']):
-            raise ValueError(
-                f'{path} belongs to a different fit: one of another learner, which has ended in this process. '
-                + FROM_SCRATCH
-            )
-
-    def _candidates(self, metas, n_epoch, would_train):
-        "Paths of what this fit may be resumed from, the newest first."
-        newest = sorted(metas, key=lambda path: metas[path]['sequence'], reverse=True)
-        if not newest or not metas[newest[0]]['finished']:
-            return newest
-        last = metas[newest[0]]
-        if not (n_epoch > last['n_epoch'] > 0 or would_train(last)):
-            return newest
-        unfinished = [path for path in newest if not metas[path]['finished']]  # from before the best was loaded
-        if not unfinished:
-            raise ValueError(
-                f'{newest[0]} is of a finished fit, and its last epoch was not kept: with keep=2 it could be trained '
-                'for more epochs.'
-            )
-        return unfinished
-
-    def _newest_whole(self, paths, damaged):
-        for path in paths:
-            try:
-                verify_checkpoint(path)
-            except CheckpointError as e:
-                damaged.append(e)
-            else:
-                return path
-        return None
-
-    def _warn_of(self, damaged, path):
-        "Of what is newer than the file to resume from: an earlier start has warned of what is older."
-        for error in damaged:
-            if path is None:
-                print_on_main(f'{error} Nothing before it is whole.', warn=True)
-            elif _changed(error.path) > _changed(path):
-                print_on_main(f'{error} Resuming from what was saved before it.', warn=True)
-
-    def _check_epochs(self, path, meta, n_epoch, scheduled):
-        before = meta['n_epoch']
-        if n_epoch == before or n_epoch > before and not scheduled:
-            return
-        why = ', which gives another schedule' if scheduled else ''
-        raise ValueError(
-            f'{path} is of a fit of {before} epochs, and this one is to have {n_epoch}{why}. {FROM_SCRATCH}'
-        )
 
     def _continue(self, path, metas):
         "Take over the files of that run."
@@ -195,13 +150,6 @@ class ResumeFiles:
     def _delete(self, to_delete):
         for saved in to_delete:
             delete(saved, self.store.disk)
-
-
-def _changed(path):
-    "When it was changed; of a link itself, which may lead nowhere."
-    with suppress(FileNotFoundError):
-        return os.lstat(path).st_mtime
-    return 0.0  # gone since
 
 
 def load(
