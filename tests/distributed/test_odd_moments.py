@@ -229,5 +229,5 @@ def test_tensors_of_any_class_are_saved_and_what_cannot_be_read_safely_is_refuse
 
 def test_two_savers_of_one_name_are_refused_before_training(tmp_path):
     learn = learner(tmp_path)
-    with pytest.raises(ValueError, match="Two callbacks save to 'model'"):
+    with pytest.raises(ValueError, match="DDPSaveModelCallback and DDPSaveModelCallback both save to 'model'"):
         learn.fit(1, cbs=[DDPSaveModelCallback(), DDPSaveModelCallback('train_loss')])
