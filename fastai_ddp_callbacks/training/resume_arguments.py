@@ -24,7 +24,7 @@ def check_name(who: str, argument: str, name) -> None:
 
 def check_whole_number(who: str, argument: str, value) -> None:
     "`TypeError` or `ValueError` for what is no whole number above 0."
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f'{who}({argument}={value!r}): a whole number above 0 is needed.')
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f'{who}({argument}={value!r}): a whole number above 0 is needed.')
