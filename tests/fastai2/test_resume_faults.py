@@ -514,7 +514,7 @@ def test_metrics_that_are_no_numbers_keep_their_values(tmp_path):
         ('every_minutes', -1, ValueError),
         ('keep', 1.5, ValueError),
         ('keep', True, TypeError),
-        ('keep', None, TypeError),
+        ('keep', None, ValueError),
         ('resume', True, ValueError),
         ('resume', ['auto'], ValueError),
         ('exit_status', 'x', TypeError),
