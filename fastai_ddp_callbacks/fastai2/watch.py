@@ -72,7 +72,7 @@ class FitWatch:
         if self.fit is None or event_type in ('batch', 'backward', 'step'):
             return self.inner[0](f, event_type, *args, **kwargs)
         if self._is_own_part(event_type):
-            self.evaluations.end(0)  # one whose end nobody saw, as its first event raised
+            self.evaluations.abandon()
             if event_type == 'epoch' and self.learn.epoch < self.fit.first_epoch:
                 return None
             return self._part(f, event_type, *args, **kwargs)
@@ -188,6 +188,13 @@ class _Evaluations:
         if self.level == 0:
             self.state = FitState(self.learn, self.members)
         self.level += 1
+
+    def abandon(self):
+        "End one whose end nobody saw, as its first event raised. The fit has moved on to its next part since."
+        if self.level:
+            part = {name: vars(self.learn)[name] for name in ('epoch', 'dl') if name in vars(self.learn)}
+            self.end(0)
+            vars(self.learn).update(part)
 
     def end(self, level):
         if self.level and not level:

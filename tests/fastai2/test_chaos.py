@@ -9,7 +9,7 @@ import pytest
 from fastai.basics import Callback
 
 from fastai_ddp_callbacks import DDPResumeCallback, DDPSaveModelCallback, barrier, ddp_ctx, rank, verify_checkpoint
-from fastai_ddp_callbacks.checkpoint import file as checkpoint
+from fastai_ddp_callbacks.checkpoint import hashing
 from fastai_ddp_callbacks.training import loading
 from learners import digest
 from ranks import report, run, values
@@ -21,7 +21,7 @@ KILLS = int(os.environ.get('CHAOS_KILLS', 30))  # more of them on request
 
 # what rank 0 may be at: a step of a save, a load, a deletion or a lock, and about how many of them a fit has
 STEPS = {
-    'write': (checkpoint._Sealed, 'write', 300),
+    'write': (hashing.HashingWriter, 'write', 300),
     'fsync': (os, 'fsync', 40),
     'replace': (os, 'replace', 20),
     'unlink': (os, 'unlink', 15),
@@ -152,7 +152,7 @@ def test_torchrun_restarts_a_rank_that_was_killed_and_the_end_is_the_same(tmp_pa
     weights = values(start(2, tmp_path / 'quiet', DDPSaveModelCallback()))[0]['weights']
     assert result(done) == [('2', '4', weights)]
     assert (tmp_path / 'killed/died').exists()
-    assert 'Going on after' in done.stdout
+    assert 'Resuming after' in done.stdout
 
 
 def test_started_again_with_fewer_ranks_it_goes_on_with_a_warning(tmp_path):
@@ -161,6 +161,6 @@ def test_started_again_with_fewer_ranks_it_goes_on_with_a_warning(tmp_path):
     ((ranks, epochs, _),) = result(done)
     assert (
         (ranks, epochs) == ('1', '4')
-        and 'goes on with 1' in done.stderr
+        and 'is resumed by 1' in done.stderr
         and 'Going on after batch 2 of 4 in epoch 1' in done.stdout
     )
