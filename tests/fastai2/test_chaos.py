@@ -162,5 +162,5 @@ def test_started_again_with_fewer_ranks_it_goes_on_with_a_warning(tmp_path):
     assert (
         (ranks, epochs) == ('1', '4')
         and 'is resumed by 1' in done.stderr
-        and 'Going on after batch 2 of 4 in epoch 1' in done.stdout
+        and 'Resuming after batch 2 of 4 in epoch 1' in done.stdout
     )
